@@ -1,0 +1,1 @@
+"""The commands of `taut`, one a file."""

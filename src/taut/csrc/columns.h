@@ -1,0 +1,40 @@
+// Sums over rows, the same for any number of threads: rows are cut into blocks by their number alone,
+// a block is summed into a row of its own, and those rows are added in order.
+#pragma once
+
+#include "vec.h"
+
+constexpr int64_t MAX_BLOCKS = 256;  // bounds scratch memory, feeds as many threads
+constexpr int64_t MIN_BLOCK_ROWS = 32;
+
+INLINE int64_t block_rows(int64_t rows) {
+  const int64_t even = (rows + MAX_BLOCKS - 1) / MAX_BLOCKS;
+  return even < MIN_BLOCK_ROWS ? MIN_BLOCK_ROWS : (even + 3) / 4 * 4;
+}
+INLINE int64_t num_blocks(int64_t rows) { return (rows + block_rows(rows) - 1) / block_rows(rows); }
+INLINE int64_t padded(int64_t width) { return (width + TILE - 1) / TILE * TILE; }
+
+// Calls body(block, first row, last row + 1) for every block, over the threads.
+template <class Body>
+inline void for_blocks(int64_t rows, int64_t width, Body body) {
+  const int64_t blocks = num_blocks(rows), size = block_rows(rows);
+#pragma omp parallel for schedule(static) if (rows * width > SERIAL_ELEMENTS)
+  for (int64_t b = 0; b < blocks; ++b)
+    body(b, b * size, (b + 1) * size < rows ? (b + 1) * size : rows);
+}
+
+// sums[k][c] = sum over blocks of partial[block][k][c], for k < num_sums; null sums are skipped.
+inline void add_blocks(int64_t blocks, int64_t num_sums, int64_t width, const float* partial,
+                       float* const* sums) {
+  const int64_t stride = padded(width), tiles = stride / LANES;
+#pragma omp parallel for schedule(static) if (blocks * num_sums * width > 4 * SERIAL_ELEMENTS)
+  for (int64_t i = 0; i < num_sums * tiles; ++i) {
+    const int64_t k = i / tiles, c = i % tiles * LANES;
+    if (!sums[k] || c >= width) continue;
+    F total{};
+    for (int64_t b = 0; b < blocks; ++b)
+      total += load(partial + (b * num_sums + k) * stride + c, Full{});
+    if (c + LANES <= width) store(sums[k] + c, total, Full{});
+    else store(sums[k] + c, total, Part{width - c});
+  }
+}

@@ -1,0 +1,10 @@
+"""Fused and memory-saving ops. Each is one function; the device of its tensors picks the form."""
+
+from .dropout import dropout
+from .gelu import gelu
+from .linear import linear
+from .mlp import mlp
+from .norm import dropout_add_norm
+from .random import Dropout
+
+__all__ = ["Dropout", "dropout", "dropout_add_norm", "gelu", "linear", "mlp"]

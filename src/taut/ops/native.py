@@ -1,0 +1,317 @@
+"""The C++ kernels of csrc/: found, loaded, checked and called here alone.
+
+They are plain C functions on pointers and sizes (no libtorch), built at install, once per
+instruction set. Without a library (no compiler at install, or run from the source tree) `library`
+is None and every op runs on its composite; `taut info` says which and why.
+"""
+
+import ctypes
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .random import derive_key, keep_scale, threshold
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of with_storage in vec.h
+_BUILDS = {4: "v4", 3: "v3", 0: "generic"}  # what taut_cpu_level returns -> libtaut_<build>.so
+
+
+class _Dropout(Structure):  # csrc/random.h
+    _fields_ = (
+        ("threshold", c_uint32),
+        ("key0", c_uint32),
+        ("key1", c_uint32),
+        ("scale", c_float),
+        ("sample_ids", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
+class _NormFwd(Structure):  # csrc/norm.cpp
+    _fields_ = (
+        ("rows", c_int64),
+        ("width", c_int64),
+        *((name, c_void_p) for name in ("x", "residual", "x_bias", "weight", "bias")),
+        *((name, c_void_p) for name in ("y", "xhat", "rstd", "sum")),
+        ("eps", c_float),
+        ("is_rms", c_int32),
+    )
+
+
+class _NormBwd(Structure):  # csrc/norm.cpp
+    _fields_ = (
+        ("rows", c_int64),
+        ("width", c_int64),
+        *((name, c_void_p) for name in ("dy", "dsum", "xhat", "rstd", "weight")),
+        *((name, c_void_p) for name in ("dx", "dresidual", "dweight", "dbias", "dx_bias")),
+        ("is_rms", c_int32),
+    )
+
+
+class _Activation(Structure):  # csrc/mlp.cpp
+    _fields_ = (
+        ("rows", c_int64),
+        ("width", c_int64),
+        *((name, c_void_p) for name in ("u", "da", "a", "du", "du_sum")),
+        ("code", c_int32),
+        ("gated", c_int32),
+    )
+
+
+_SIGNATURES = {
+    "taut_dropout": (c_int32, c_int64, c_int64, c_void_p, c_void_p, POINTER(_Dropout)),
+    "taut_norm_fwd": (c_int32, POINTER(_NormFwd), POINTER(_Dropout)),
+    "taut_norm_bwd": (c_int32, POINTER(_NormBwd), POINTER(_Dropout)),
+    "taut_activation_fwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
+    "taut_activation_bwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
+    "taut_gelu_fwd": (c_int32, c_int64, c_void_p, c_int32, c_void_p, c_void_p),
+    "taut_gelu_bwd": (c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p),
+    "taut_num_threads": (),
+    "taut_column_sum": (c_int32, c_int64, c_int64, c_void_p, c_void_p),
+}
+
+
+def openmp_runtimes() -> list[str]:
+    """The OpenMP runtimes of this process: one, or threads would fight for the cores."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    return sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b\S*)$", maps.read_text(), re.M)))
+
+
+def _share_openmp() -> None:
+    """Show the runtime that torch brought to our libraries, which name none of their own."""
+    ctypes.CDLL((openmp_runtimes() or ["libgomp.so.1"])[0], mode=ctypes.RTLD_GLOBAL)
+
+
+def load_build(folder: Path, build: str) -> ctypes.CDLL:
+    """One of the built libraries, its functions typed."""
+    loaded = ctypes.CDLL(str(folder / f"libtaut_{build}.so"))
+    for name, types in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = types
+        function.restype = c_int32 if name == "taut_num_threads" else None
+    return loaded
+
+
+def library_folders() -> list[Path]:
+    """Where an install may have put libraries; an editable one has two folders."""
+    folders = (Path(folder, "lib") for folder in sys.modules["taut"].__path__)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def runnable_builds(folder: Path) -> list[str]:
+    """The builds in a folder that this CPU can run, the best first."""
+    if not (folder / "libtaut_generic.so").exists():
+        return []
+    _share_openmp()
+    level = ctypes.CDLL(str(folder / "libtaut_generic.so")).taut_cpu_level()
+    builds = [build for needed, build in _BUILDS.items() if needed <= level]
+    return [build for build in builds if (folder / f"libtaut_{build}.so").exists()]
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    for folder in library_folders():
+        for best in runnable_builds(folder):
+            return load_build(folder, best), best
+    return None, "no library: this install was made without a C++ compiler, or runs from source"
+
+
+library, build = _load()
+if library is None:
+    log.info("CPU ops run on PyTorch composites: %s", build)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether x can go to a C++ kernel."""
+    return library is not None and x.dtype in _DTYPES
+
+
+def _pointer(t: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+    """The address of a tensor, once it is certain that a kernel may read it as it lies."""
+    if t is None:
+        return None
+    assert t.is_cpu, t.device
+    assert t.is_contiguous(), t.stride()
+    assert dtype is None or t.dtype == dtype, (t.dtype, dtype)
+    return t.data_ptr()
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    """A parameter vector as the kernels read it."""
+    return None if t is None else t.to(torch.float32).contiguous()
+
+
+def _dropout(arguments: Sequence[Any]) -> _Dropout:
+    p, seed, step, site, sample_ids, positions = arguments
+    if p == 0.0:
+        return _Dropout(threshold=0, scale=1.0)
+    return _Dropout(
+        threshold(p),
+        *derive_key(seed, step, site),
+        keep_scale(p),
+        _pointer(sample_ids, torch.int64),
+        _pointer(positions, torch.int64),
+    )
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.shape[:-1].numel(), x.shape[-1]
+
+
+def dropout(x: Tensor, arguments: Sequence[Any]) -> Tensor:
+    assert library is not None
+    y = torch.empty_like(x)
+    d = _dropout(arguments)
+    library.taut_dropout(_DTYPES[x.dtype], *_rows(x), _pointer(x), _pointer(y, x.dtype), byref(d))
+    return y
+
+
+def norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_rms: bool,
+    with_sum: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert library is not None
+    rows, width = _rows(x)
+    y, xhat = torch.empty_like(x), torch.empty_like(x)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    kept_sum = torch.empty_like(x) if with_sum else x.new_empty(0)
+    x_bias, weight, bias = _float(x_bias), _float(weight), _float(bias)
+    a = _NormFwd(
+        rows,
+        width,
+        _pointer(x),
+        _pointer(residual, x.dtype),
+        _pointer(x_bias),
+        _pointer(weight),
+        _pointer(bias),
+        _pointer(y),
+        _pointer(xhat),
+        _pointer(rstd),
+        _pointer(kept_sum) if with_sum else None,
+        eps,
+        is_rms,
+    )
+    d = _dropout(arguments)
+    library.taut_norm_fwd(_DTYPES[x.dtype], byref(a), byref(d))
+    return y, xhat, rstd, kept_sum
+
+
+def norm_bwd(
+    dy: Tensor,
+    dsum: Tensor | None,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    is_rms: bool,
+    with_residual: bool,
+    with_affine: bool,
+    with_x_bias: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    assert library is not None
+    rows, width = _rows(dy)
+    d = _dropout(arguments)
+    apart = with_residual and d.threshold > 0  # else both gradients are one tensor
+    dx = torch.empty_like(dy)
+    dresidual = torch.empty_like(dy) if apart else dy.new_empty(0)
+    dweight, dbias, dx_bias = (
+        rstd.new_empty(width if wanted else 0) for wanted in (with_affine, with_affine, with_x_bias)
+    )
+    weight = _float(weight)
+    a = _NormBwd(
+        rows,
+        width,
+        _pointer(dy),
+        _pointer(dsum, dy.dtype),
+        _pointer(xhat, dy.dtype),
+        _pointer(rstd, torch.float32),
+        _pointer(weight),
+        _pointer(dx),
+        _pointer(dresidual) if apart else None,
+        _pointer(dweight) if with_affine else None,
+        _pointer(dbias) if with_affine else None,
+        _pointer(dx_bias) if with_x_bias else None,
+        is_rms,
+    )
+    library.taut_norm_bwd(_DTYPES[dy.dtype], byref(a), byref(d))
+    return dx, dresidual, dweight, dbias, dx_bias
+
+
+def activation_fwd(u: Tensor, code: int, gated: bool, arguments: Sequence[Any]) -> Tensor:
+    assert library is not None
+    rows, width = _rows(u)
+    width = width // 2 if gated else width
+    out = u.new_empty(*u.shape[:-1], width)
+    a = _Activation(rows, width, _pointer(u), None, _pointer(out), None, None, code, gated)
+    d = _dropout(arguments)
+    library.taut_activation_fwd(_DTYPES[u.dtype], byref(a), byref(d))
+    return out
+
+
+def activation_bwd(
+    da: Tensor, u: Tensor, code: int, gated: bool, arguments: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert library is not None
+    du, out = torch.empty_like(u), torch.empty_like(da)
+    du_sum = u.new_empty(u.shape[-1], dtype=torch.float32)
+    a = _Activation(
+        *_rows(da),
+        _pointer(u),
+        _pointer(da, u.dtype),
+        _pointer(out),
+        _pointer(du),
+        _pointer(du_sum),
+        code,
+        gated,
+    )
+    d = _dropout(arguments)
+    library.taut_activation_bwd(_DTYPES[u.dtype], byref(a), byref(d))
+    return du, out, du_sum
+
+
+def gelu_fwd(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    assert library is not None
+    y, side = torch.empty_like(x), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+    library.taut_gelu_fwd(
+        _DTYPES[x.dtype], x.numel(), _pointer(x), tanh, _pointer(y), _pointer(side)
+    )
+    return y, side
+
+
+def gelu_bwd(dy: Tensor, y: Tensor, side: Tensor, tanh: bool) -> Tensor:
+    assert library is not None
+    dx = torch.empty_like(dy)
+    library.taut_gelu_bwd(
+        _DTYPES[y.dtype],
+        y.numel(),
+        _pointer(dy, y.dtype),
+        _pointer(y),
+        _pointer(side, torch.uint8),
+        tanh,
+        _pointer(dx),
+    )
+    return dx
+
+
+def column_sum(x: Tensor) -> Tensor:
+    assert library is not None
+    total = x.new_empty(x.shape[-1], dtype=torch.float32)
+    library.taut_column_sum(_DTYPES[x.dtype], *_rows(x), _pointer(x), _pointer(total))
+    return total

@@ -1,0 +1,190 @@
+"""Every public op with its reference, inputs and arguments: what test_every_op.py puts to the test.
+
+A new op needs its cases here, and in refusals.py the calls that it must refuse.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from taut import ops
+from taut.ops.dropout import dropout_reference
+from taut.ops.gelu import gelu_reference
+from taut.ops.linear import linear_reference
+from taut.ops.mlp import ACTIVATIONS, mlp_reference
+from taut.ops.norm import dropout_add_norm_reference
+
+Shape = tuple[int, ...]
+Inputs = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with one choice of arguments. Its inputs follow from a shape of rows and a dtype."""
+
+    op: str
+    name: str
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    make: Callable[[Generator, Shape, torch.dtype], Inputs]
+    options: dict[str, Any] = field(default_factory=dict)
+    p: float = 0.0
+    has_ids: bool = True  # whether the dropout is given sample ids and positions
+    least_width: int = 1
+    is_onednn: bool = False  # which fp32 GEMM runs, whatever the probe would choose here
+    factor_32: float = 2  # times the error of plain PyTorch, in fp32
+
+    def inputs(self, shape: Shape, dtype: torch.dtype = torch.float32) -> Inputs:
+        return self.make(Generator().manual_seed(0), shape, dtype)
+
+    def kwargs(self, shape: Shape) -> dict[str, Any]:
+        if not self.p:
+            return self.options
+        return self.options | {"dropout": make_dropout(self.p, shape, self.has_ids)}
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.name}"
+
+
+def make_dropout(p: float, shape: Shape, has_ids: bool = True) -> ops.Dropout:
+    if not has_ids:
+        return ops.Dropout(p, seed=2**62 + 5, step=3, site=2**31 + 1)
+    rows = torch.Size(shape[:-1]).numel()
+    numbers = torch.randint(2**32, (rows, 2), generator=Generator().manual_seed(1))
+    sample_ids, positions = numbers.unbind(1)  # strided, too
+    return ops.Dropout(p, 7, 3, 5, sample_ids=sample_ids, positions=positions)
+
+
+def randn(gen: Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+
+
+def rows_alone(gen: Generator, shape: Shape, dtype: torch.dtype) -> Inputs:
+    return [randn(gen, dtype, *shape)]
+
+
+def away_from_the_minimum(gen: Generator, shape: Shape, dtype: torch.dtype) -> Inputs:
+    """Near its minimum GELU cannot be inverted to full precision; test_gelu.py looks there."""
+    x = 2 * randn(gen, torch.float64, *shape)
+    return [torch.where((x + 0.75).abs() < 0.5, x + 1.5, x).to(dtype)]
+
+
+def norm_inputs(
+    gen: Generator,
+    shape: Shape,
+    dtype: torch.dtype,
+    without: tuple[str, ...] = (),
+    has_fp32_vectors: bool = False,
+) -> Inputs:
+    """x, residual, weight, bias, x_bias."""
+    of_vectors = torch.promote_types(dtype, torch.float32) if has_fp32_vectors else dtype
+    named = {name: randn(gen, dtype, *shape) for name in ("x", "residual")}
+    named |= {name: randn(gen, of_vectors, shape[-1]) for name in VECTORS}
+    return [None if name in without else t for name, t in named.items()]
+
+
+def linear_inputs(
+    gen: Generator, shape: Shape, dtype: torch.dtype, without: tuple[str, ...] = ()
+) -> Inputs:
+    """x, weight, bias; the shape is that of x."""
+    width = shape[-1]
+    x, weight = randn(gen, dtype, *shape), randn(gen, dtype, 33, width) / width**0.5
+    return [x, weight, None if "bias" in without else randn(gen, dtype, 33)]
+
+
+def mlp_inputs(
+    gen: Generator,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str = "gelu",
+    without: tuple[str, ...] = (),
+) -> Inputs:
+    """x, w1, b1, w2, b2; the shape is that of the activations."""
+    *rows, hidden = shape
+    rows_of_w1 = 2 * hidden if ACTIVATIONS[activation][1] else hidden
+    named = {
+        "x": randn(gen, dtype, *rows, 9),
+        "w1": randn(gen, dtype, rows_of_w1, 9) / 3,
+        "b1": randn(gen, dtype, rows_of_w1),
+        "w2": randn(gen, dtype, 33, hidden) / hidden**0.5,
+        "b2": randn(gen, dtype, 33),
+    }
+    return [None if name in without else t for name, t in named.items()]
+
+
+def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
+    """dropout_add_norm with its fifth tensor among the inputs, whose gradients are looked at."""
+
+    def norm(x, residual, weight, bias, x_bias, **kwargs):
+        return form(x, residual, weight, bias, x_bias=x_bias, **kwargs)
+
+    return norm
+
+
+VECTORS = ("weight", "bias", "x_bias")
+RMS = {"kind": "rms"}
+# oneDNN sums a row of K products in one chain, where MKL keeps up to 16 sums for few rows: up to
+# sqrt(16) times the rounding (measured on 64 rows: 2.9 at K = 3072, 3.5 at K = 300)
+ONEDNN: dict[str, Any] = {"is_onednn": True, "factor_32": 5}
+
+dropout_case = partial(
+    Case, "dropout", fn=ops.dropout, reference=dropout_reference, make=rows_alone
+)
+norm_case = partial(
+    Case,
+    "dropout_add_norm",
+    fn=positional_x_bias(ops.dropout_add_norm),
+    reference=positional_x_bias(dropout_add_norm_reference),
+    make=norm_inputs,
+)
+rms_case = partial(norm_case, least_width=2)  # see test_norm.py on rows of one number
+gelu_case = partial(Case, "gelu", fn=ops.gelu, reference=gelu_reference, make=away_from_the_minimum)
+linear_case = partial(Case, "linear", fn=ops.linear, reference=linear_reference, make=linear_inputs)
+mlp_case = partial(Case, "mlp", fn=ops.mlp, reference=mlp_reference, make=mlp_inputs)
+
+CASES = [
+    dropout_case("off"),
+    dropout_case("on", p=0.1),
+    dropout_case("by row", p=0.5, has_ids=False),
+    norm_case("layer"),
+    norm_case("layer, dropout", p=0.1),
+    norm_case("layer, fp32 vectors", make=partial(norm_inputs, has_fp32_vectors=True), p=0.1),
+    norm_case("layer, x alone", make=partial(norm_inputs, without=("residual", *VECTORS))),
+    norm_case("layer, sum", p=0.1, options={"return_sum": True}),
+    rms_case("rms", make=partial(norm_inputs, without=("bias",)), options=RMS),
+    rms_case("rms, dropout", p=0.1, options=RMS),
+    rms_case(
+        "rms, sum, no residual",
+        make=partial(norm_inputs, without=("residual", "x_bias")),
+        p=0.1,
+        has_ids=False,
+        options=RMS | {"return_sum": True, "eps": 1e-3},
+    ),
+    gelu_case("erf"),
+    gelu_case("tanh", options={"tanh": True}),
+    linear_case("bias"),
+    linear_case("no bias", make=partial(linear_inputs, without=("bias",))),
+    linear_case("bias, oneDNN", **ONEDNN),
+    mlp_case("no biases", make=partial(mlp_inputs, without=("b1", "b2"))),
+    mlp_case("oneDNN", p=0.1, **ONEDNN),
+    *(
+        mlp_case(
+            name, make=partial(mlp_inputs, activation=name), p=0.1, options={"activation": name}
+        )
+        for name in ACTIVATIONS
+    ),
+]
+
+
+def accumulate_into_a_buffer() -> None:
+    x, weight, _ = (t.requires_grad_() for t in CASES_BY_NAME["linear: bias"].inputs((2, 3)))
+    ops.linear(x, weight, weight_grad=torch.zeros(33, 3)).sum().backward()
+
+
+CASES_BY_NAME = {str(case): case for case in CASES}
+# Calls that reach raw ops which no case reaches.
+FURTHER_CALLS = [accumulate_into_a_buffer]

@@ -1,0 +1,180 @@
+"""Every call that a public op must refuse, with the sentence that it must answer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taut import ops
+
+ELSEWHERE = "all tensors must be on cpu; "
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that must end in a ValueError, and a pattern of its sentence."""
+
+    op: str
+    name: str
+    call: Callable[[], object]
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.name}"
+
+
+def refusals() -> Iterator[Refusal]:
+    x = torch.ones(2, 4)
+    vector = torch.ones(4)
+    for op, one_tensor in {
+        "dropout": ops.dropout,
+        "dropout_add_norm": lambda x: ops.dropout_add_norm(x, None, None),
+        "gelu": ops.gelu,
+        "linear": lambda x: ops.linear(x, torch.ones(3, 4)),
+        "mlp": lambda x: ops.mlp(x, torch.ones(3, 4), None, torch.ones(2, 3), None),
+    }.items():
+        refuse = partial(Refusal, op)
+        dense = rf"{op}: x must be a dense float32, bfloat16, float16 or float64 tensor; got "
+        yield refuse("integers", partial(one_tensor, x.long()), dense + "torch.int64")
+        yield refuse("complex", partial(one_tensor, x + 0j), dense + "torch.complex64")
+        yield refuse("sparse", partial(one_tensor, x.to_sparse()), dense + ".*sparse_coo")
+        if op != "gelu":
+            shape = rf"{op}: x must be shaped \(\.\.\., D\), D >= 1; got "
+            yield refuse("scalar", partial(one_tensor, torch.ones(())), shape + r"\(\)")
+            yield refuse("no columns", partial(one_tensor, torch.ones(2, 0)), shape + r"\(2, 0\)")
+    yield from norm_refusals(x, vector)
+    yield from linear_refusals(x)
+    yield from mlp_refusals(x)
+    yield from dropout_refusals(x)
+
+
+def norm_refusals(x: Tensor, vector: Tensor) -> Iterator[Refusal]:
+    op = "dropout_add_norm"
+
+    def refuse(name: str, sentence: str, *args: Any, **kwargs: Any) -> Refusal:
+        return Refusal(op, name, lambda: ops.dropout_add_norm(*args, **kwargs), f"{op}: {sentence}")
+
+    unlike = r"these must be alike in shape and dtype: x \(2, 4\) torch.float32, residual "
+    yield refuse("residual shape", unlike + r"\(2, 5\)", x, torch.ones(2, 5), vector)
+    yield refuse("residual broadcast", unlike + r"\(1, 4\)", x, x[:1], vector)
+    yield refuse("residual dtype", unlike + r"\(2, 4\) torch.bfloat16", x, x.bfloat16(), vector)
+    yield refuse("residual device", ELSEWHERE + "residual is on meta", x, x.to("meta"), vector)
+    yield refuse("weight shape", r"weight must be shaped \(4,\); got \(5,\)", x, x, torch.ones(5))
+    yield refuse("weight 2-D", r"weight must be shaped \(4,\); got \(1, 4\)", x, x, x[:1])
+    yield refuse("weight integers", "weight must be a dense", x, x, vector.long())
+    yield refuse("weight device", ELSEWHERE + "weight is on meta", x, x, vector.to("meta"))
+    yield refuse("bias shape", r"bias must be shaped \(4,\); got \(3,\)", x, x, None, vector[:3])
+    bad = vector[:1]
+    yield refuse("x_bias shape", r"x_bias must be .*; got \(1,\)", x, x, None, x_bias=bad)
+    yield refuse("kind", "kind must be one of layer, rms; got 'batch'", x, x, None, kind="batch")
+    yield refuse("eps", "eps must not be negative; got -1e-05", x, x, None, eps=-1e-5)
+    yield refuse("eps nan", "eps must not be negative; got nan", x, x, None, eps=float("nan"))
+
+
+def linear_refusals(x: Tensor) -> Iterator[Refusal]:
+    weight = torch.ones(3, 4)
+
+    def refuse(name: str, sentence: str, *args: Any, **kwargs: Any) -> Refusal:
+        return Refusal("linear", name, lambda: ops.linear(*args, **kwargs), f"linear: {sentence}")
+
+    yield refuse("weight shape", r"weight must be shaped \(F, 4\); got \(4, 3\)", x, weight.t())
+    yield refuse("weight 1-D", r"weight must be shaped \(F, 4\); got \(4,\)", x, weight[0])
+    yield refuse(
+        "weight dtype",
+        "weight must have the dtype of x, torch.bfloat16; got torch.float32",
+        x.bfloat16(),
+        weight,
+    )
+    yield refuse("weight device", ELSEWHERE + "weight is on meta", x, weight.to("meta"))
+    yield refuse("bias shape", r"bias must be shaped \(3,\); got \(4,\)", x, weight, x[0])
+    yield refuse(
+        "bias dtype",
+        "bias must have the dtype of x, torch.float32; got torch.float64",
+        x,
+        weight,
+        weight[:, 0].double(),
+    )
+    buffer = r"weight_grad must be a \(3, 4\) buffer of torch.float32 or float32 .*got "
+    for name, bad, shown in (
+        ("shape", torch.zeros(4, 3), r"\(4, 3\)"),
+        ("dtype", weight.half(), "torch.float16"),
+        ("gradient", weight.clone().requires_grad_(), "requires_grad=True"),
+    ):
+        yield refuse(f"buffer {name}", buffer + f".*{shown}", x, weight, weight_grad=bad)
+    elsewhere = weight.to("meta")
+    yield refuse(
+        "buffer device", ELSEWHERE + "weight_grad is on meta", x, weight, weight_grad=elsewhere
+    )
+
+
+def mlp_refusals(x: Tensor) -> Iterator[Refusal]:
+    w1, b1, w2, b2 = torch.ones(6, 4), torch.ones(6), torch.ones(2, 6), torch.ones(2)
+
+    def refuse(name: str, sentence: str, *args: Any, **kwargs: Any) -> Refusal:
+        return Refusal("mlp", name, lambda: ops.mlp(*args, **kwargs), f"mlp: {sentence}")
+
+    yield refuse(
+        "activation",
+        "activation must be one of gelu, .*, geglu; got 'elu'",
+        *(x, w1, b1, w2, b2),
+        activation="elu",
+    )
+    yield refuse("w1 shape", r"w1 must be shaped \(F, 4\); got \(6, 3\)", x, w1[:, 1:], b1, w2, b2)
+    yield refuse("b1 shape", r"b1 must be shaped \(6,\); got \(2,\)", x, w1, b2, w2, b2)
+    yield refuse("w2 shape", r"w2 must be shaped \(F, 6\); got \(6, 2\)", x, w1, b1, w2.t(), b2)
+    yield refuse("b2 shape", r"b2 must be shaped \(2,\); got \(6,\)", x, w1, b1, w2, b1)
+    yield refuse(
+        "odd gate",
+        "swiglu needs an even number of rows in w1; got 5",
+        *(x, w1[:5], b1[:5], w2, b2),
+        activation="swiglu",
+    )
+    yield refuse(
+        "gated w2",
+        r"w2 must be shaped \(F, 3\); got \(2, 6\)",
+        *(x, w1, b1, w2, b2),
+        activation="geglu",
+    )
+    for name, bad in {"w1": (w1.half(), b1, w2), "b1": (w1, b1.half(), w2)}.items():
+        wanted = f"{name} must have the dtype of x, torch.float32; got torch.float16"
+        yield refuse(f"{name} dtype", wanted, x, *bad, b2)
+    yield refuse("w2 integers", "w2 must be a dense", x, w1, b1, w2.long(), b2)
+    yield refuse("w2 device", ELSEWHERE + "w2 is on meta", x, w1, b1, w2.to("meta"), b2)
+
+
+def dropout_refusals(x: Tensor) -> Iterator[Refusal]:
+    fields: dict[str, tuple[dict[str, Any], str]] = {
+        "p one": ({"p": 1.0}, r"p must lie in \[0, 1\); got 1.0"),
+        "p negative": ({"p": -0.1}, r"p must lie in \[0, 1\); got -0.1"),
+        "p nan": ({"p": float("nan")}, r"p must lie in \[0, 1\); got nan"),
+        "seed negative": ({"seed": -1}, r"seed must lie in \[0, 2\^63\); got -1"),
+        "seed large": ({"seed": 2**63}, r"seed must lie in \[0, 2\^63\); got 9223372036854775808"),
+        "step": ({"step": 2**32}, r"step must lie in \[0, 2\^32\); got 4294967296"),
+        "site": ({"site": -1}, r"site must lie in \[0, 2\^32\); got -1"),
+    }
+    for name, (values, sentence) in fields.items():
+        call = partial(ops.Dropout, **({"p": 0.1, "seed": 0} | values))
+        yield Refusal("Dropout", name, call, f"dropout: {sentence}")
+    forms: dict[str, Callable[[ops.Dropout], object]] = {
+        "dropout": lambda d: ops.dropout(x, d),
+        "dropout_add_norm": lambda d: ops.dropout_add_norm(x, x, None, dropout=d),
+        "mlp": lambda d: ops.mlp(x, torch.ones(3, 4), None, torch.ones(2, 3), None, dropout=d),
+    }
+    ids = torch.arange(2)
+    for op, form in forms.items():
+        for name in ("sample_ids", "positions"):
+            for bad, shown in (
+                (torch.arange(3), r"got \(3,\) torch.int64 on cpu for 2 rows"),
+                (ids.int(), r"got \(2,\) torch.int32 on cpu"),
+                (ids.to("meta"), r"got \(2,\) torch.int64 on meta"),
+            ):
+                sentence = rf"{op}: dropout.{name} must hold one int64 per row on cpu; {shown}"
+                fault = f"{name} {bad.dtype} {tuple(bad.shape)} {bad.device}"
+                dropout = ops.Dropout(0.1, 0, **{name: bad})
+                yield Refusal(op, fault, partial(form, dropout), sentence)
+
+
+REFUSALS = list(refusals())
