@@ -1,0 +1,1 @@
+"""Benchmarks: python -m benchmarks.bench_<op>. Results are committed in results/."""

@@ -1,0 +1,59 @@
+"""linear forward + backward at BERT shapes.  python -m benchmarks.bench_linear [--device cuda]"""
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.harness import Report, device_from_arguments
+from taut.ops import linear
+from taut.ops.linear import column_sum, linear_reference, probe
+from taut.testing import assert_accurate
+
+SHAPES = [(2048, 768, 768), (2048, 768, 3072), (2048, 3072, 768)]  # (T, D, F)
+
+
+def main(device: str) -> None:
+    report = Report("linear", device)
+    if device == "cpu":
+        report.note("probe", use_onednn=probe().use_onednn, reason=probe().reason)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width_in, width_out in SHAPES:
+            draw = partial(torch.randn, dtype=dtype, device=device)
+            x, dy = draw(rows, width_in), draw(rows, width_out)
+            weight, bias = draw(width_out, width_in) / 32, draw(width_out)
+            assert_accurate(linear, linear_reference, (x[:64], weight, bias), dy[:64])
+            inputs = [t.requires_grad_() for t in (x, weight, bias)]
+
+            def step(f, inputs=inputs, dy=dy):
+                return torch.autograd.grad(f(*inputs), inputs, dy)
+
+            report.compare(
+                f"linear {rows} x {width_in} -> {width_out} {dtype}",
+                {
+                    "eager": partial(step, F.linear),
+                    "compiled": partial(step, torch.compile(F.linear)),
+                    "taut": partial(step, linear),
+                },
+                flops=6 * rows * width_in * width_out,
+                targets={"eager": 1.7}
+                if dtype == torch.float32 and device == "cpu"
+                else {"eager": 1.0},
+                rounds=12,
+            )
+    x = torch.randn(2048, 3072, dtype=torch.bfloat16, device=device)
+    report.compare(
+        "column sum (2048, 3072) bf16, the bias gradient",
+        {
+            "eager": lambda: x.sum(0, dtype=torch.float32),
+            "compiled": partial(torch.compile(lambda x: x.sum(0, dtype=torch.float32)), x),
+            "taut": lambda: column_sum(x),
+        },
+        bytes_moved=x.nbytes,
+        targets={"eager": 1.0},
+    )
+    report.write()
+
+
+if __name__ == "__main__":
+    main(device_from_arguments(__doc__))
