@@ -21,7 +21,7 @@ def decisions(report: Report) -> None:
     step = partial(dropout, x, Dropout(0.1, seed=1))
     call = partial(dropout, x[:, :1].contiguous(), Dropout(0.1, seed=1))  # all but the decisions
     with torch.inference_mode():
-        times = time_steps({"taut": step, "call": call}, rounds=400)
+        times = time_steps({"taut": step, "call": call}, rounds=100)
     ns = (min(times["taut"]) - min(times["call"])) / x.numel() * 1e9
     report.note("generator, one core", ns_per_decision=round(ns, 4), target=0.35, met=ns <= 0.35)
     torch.set_num_threads(threads)

@@ -22,7 +22,9 @@ def main(device: str) -> None:
             draw = partial(torch.randn, dtype=dtype, device=device)
             x, dy = draw(rows, width_in), draw(rows, width_out)
             weight, bias = draw(width_out, width_in) / 32, draw(width_out)
-            assert_accurate(linear, linear_reference, (x[:64], weight, bias), dy[:64])
+            # oneDNN sums K products in one chain, MKL in up to 16: sqrt(16) times the rounding
+            factor = 5 if dtype == torch.float32 else 2
+            assert_accurate(linear, linear_reference, (x[:64], weight, bias), dy[:64], factor)
             inputs = [t.requires_grad_() for t in (x, weight, bias)]
 
             def step(f, inputs=inputs, dy=dy):
@@ -39,7 +41,7 @@ def main(device: str) -> None:
                 targets={"eager": 1.7}
                 if dtype == torch.float32 and device == "cpu"
                 else {"eager": 1.0},
-                rounds=12,
+                rounds=5,
             )
     x = torch.randn(2048, 3072, dtype=torch.bfloat16, device=device)
     report.compare(

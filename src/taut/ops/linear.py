@@ -100,6 +100,10 @@ def forward(
     return form(x, weight, bias)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.view(x.shape[:-1].numel(), x.shape[-1])
+
+
 def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     """dy weight."""
     return _onednn(dy, weight.t(), None) if _takes_onednn(dy, weight) else dy @ weight
@@ -107,14 +111,14 @@ def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
 
 def wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T x over all rows."""
-    dy, x = dy.view(-1, dy.shape[-1]), x.view(-1, x.shape[-1])
+    dy, x = _rows(dy), _rows(x)
     return _onednn(dy.t(), x.t(), None) if _takes_onednn(dy, x) else dy.t() @ x
 
 
 def wgrad_(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """total += dy^T x, in one GEMM where dtypes allow."""
     if total.dtype == dy.dtype and not _takes_onednn(dy, x):
-        total.addmm_(dy.view(-1, dy.shape[-1]).t(), x.view(-1, x.shape[-1]))
+        total.addmm_(_rows(dy).t(), _rows(x))
     else:
         total.add_(wgrad(dy, x))
 
@@ -123,7 +127,7 @@ def column_sum(x: Tensor) -> Tensor:
     """The sum of all rows of x, accumulated in fp32 (float64 for float64)."""
     if x.is_cpu and native.takes(x):
         return native.column_sum(x)
-    return x.view(-1, x.shape[-1]).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    return _rows(x).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 for _name, _form in (
