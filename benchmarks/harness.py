@@ -75,9 +75,9 @@ def time_steps(
 ) -> dict[str, list[float]]:
     """Seconds of each step, interleaved; every round starts with another variant.
 
-    When its turn comes a step runs once untimed, then a few times timed, each time after all threads
-    have rewritten a buffer larger than the last-level cache: every variant finds its code warm, the
-    caches cold and the threads awake, whatever ran before it.
+    When its turn comes a step runs once untimed, then a few times timed, each time after all
+    threads have rewritten a buffer larger than the last-level cache: every variant finds its code
+    warm, the caches cold and the threads awake, whatever ran before it.
     """
     for step in steps.values():
         start = time.perf_counter()

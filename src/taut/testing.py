@@ -101,7 +101,9 @@ def _gradients(run: _Run, dys: list[Tensor | None]) -> dict[str, Tensor]:
 
 def _same_names(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     if got.keys() != want.keys():
-        raise AssertionError(f"the reference gives {', '.join(want)}; got {', '.join(got)}")
+        raise AssertionError(
+            f"the reference gives {', '.join(want)}; got {', '.join(got) or 'nothing'}"
+        )
 
 
 def _compare(name: str, got: Tensor, want: Tensor, truth: Tensor, factor: float) -> None:

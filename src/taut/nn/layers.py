@@ -76,6 +76,5 @@ class Dropout(nn.Dropout):
         return ops.dropout(rows, ops.Dropout(self.p, _draw_seed())).view(input.shape)
 
 
-@torch.compiler.disable  # a number made on the host: the one graph break
-def _draw_seed() -> int:
+def _draw_seed() -> int:  # read by the host: under torch.compile the one break of the graph
     return int(torch.randint(2**63 - 1, ()))

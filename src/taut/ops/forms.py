@@ -20,35 +20,26 @@ class Form(NamedTuple):
     why: str
 
 
-def _cpu() -> tuple[str, str]:
-    if native.library is None:
+def _kernels(device: str) -> tuple[str, str]:
+    if device == "cpu" and native.library is None:
         return "composite", native.build
-    return f"C++ ({native.build})", "float32, bfloat16, float16; float64 runs on the composite"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "none", "torch sees no CUDA device"
+    if device == "cuda" and find_spec("triton") is None:
+        return "none", "Triton is not installed: pip install 'taut[gpu]'"
+    form = f"C++ ({native.build})" if device == "cpu" else "Triton"
+    return form, "float32, bfloat16, float16; float64 runs on the composite"
 
 
-def _cuda() -> tuple[str, str]:
+def _gemm(device: str) -> tuple[str, str]:
+    if device == "cpu":
+        return "oneDNN" if probe().use_onednn else "F.linear", probe().reason
     if not torch.cuda.is_available():
         return "none", "torch sees no CUDA device"
-    if find_spec("triton") is None:
-        return "none", "Triton is not installed: pip install 'taut[gpu]'"
-    return "Triton", "float32, bfloat16, float16; float64 runs on the composite"
+    return "F.linear", "cuBLAS by way of PyTorch"
 
 
 def forms() -> list[Form]:
     """Every op on every device."""
-    lines = [
-        Form(op, device, *found)
-        for op in KERNEL_OPS
-        for device, found in (("cpu", _cpu()), ("cuda", _cuda()))
-    ]
-    gemm = probe()
-    lines.append(Form("linear", "cpu", "oneDNN" if gemm.use_onednn else "F.linear", gemm.reason))
-    lines.append(
-        Form(
-            "linear",
-            "cuda",
-            "F.linear" if torch.cuda.is_available() else "none",
-            _cuda()[1] if not torch.cuda.is_available() else "cuBLAS by way of PyTorch",
-        )
-    )
-    return lines
+    found = {**dict.fromkeys(KERNEL_OPS, _kernels), "linear": _gemm}
+    return [Form(op, device, *of(device)) for op, of in found.items() for device in ("cpu", "cuda")]

@@ -1,0 +1,161 @@
+"""The generator of ops/random.py for Triton kernels, and the shape of block that suits it.
+
+A block of rows of features has five axes:
+
+    word      4: the words of a counter, 32 columns apart
+    row       R rows
+    tile      T tiles of 128 columns
+    vector    32 / V: vectors that make up a word
+    element   V columns side by side, one load of a thread; V / 2 counters
+
+Triton gives a thread one vector, spreads vectors, tiles and rows over the threads, in this order,
+and leaves all four words to the thread: where R * T * 32 / V is the number of threads, a thread's
+calls of Philox decide the elements that it holds, and threads exchange nothing.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..random import TILE, derive_key, keep_scale
+from ..random import threshold as drop_threshold
+
+MAX_TILES = 8  # 1024 columns: in 16-bit a warp holds as many
+# Data, not shapes: specialised on their values, kernels would be compiled again and again.
+UNSPECIALIZED = ("k0", "k1", "threshold", "num_rows", "group_rows")
+# The element axis is spread first, for its columns are contiguous. The others follow from the last
+# one on; before Triton 3.7 it was from the first one on.
+IS_REVERSED = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
+
+def dropout_arguments(
+    p: float, seed: int, step: int, site: int, sample_ids: Any, positions: Any
+) -> tuple[Any, ...]:
+    """What kernels take for the arguments of SCHEMA, in their order."""
+    return sample_ids, positions, *derive_key(seed, step, site), drop_threshold(p), keep_scale(p)
+
+
+def block_shape(width: int, vector: int, num_warps: int) -> tuple[int, int]:
+    """Rows and tiles of a block, for kernels that may cut rows anywhere: least padding first."""
+    sizes = [2**i for i in range(MAX_TILES.bit_length())]
+    tiles = min(sizes, key=lambda n: (triton.cdiv(width, TILE * n) * n, -n))
+    return num_warps * vector // tiles, tiles
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32 with 7 rounds: four words, of the shape that the words of the counter make up."""
+    for _ in tl.static_range(7):
+        # one wide multiplication where a high and a low one would be two
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _choose(word, a, b, c, d):
+    # each thread's words have constant numbers, so nothing of this is left in machine code
+    return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+
+
+@triton.jit
+def keep(word, slot, position, plane, sample, k0, k1, threshold):
+    """The decisions, True = kept, for columns 128 * (slot // 32) + 32 * word + slot % 32.
+
+    word needs an axis of its own: Philox runs on the shape of the others, once for two slots. In
+    attention plane is 1 + head, position the query's, and the column the position of the key.
+    """
+    group, position, sample = slot >> 1, position.to(tl.uint32), sample.to(tl.uint32)
+    plane, k0, k1 = tl.cast(plane, tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    # All 32 bits at once. Sixteen decide all but one time in 2^16, but threads would have to agree
+    # on a branch, which costs a barrier and more registers than it saves instructions.
+    a, b, c, d = philox(group.to(tl.uint32), position, plane, sample, k0, k1)
+    high = _choose(word, a, b, c, d)
+    a, b, c, d = philox(group.to(tl.uint32), position, plane + 0x80000000, sample, k0, k1)
+    low = _choose(word, a, b, c, d)
+    even = (high << 16) | (low & 0xFFFF)
+    odd = (high & 0xFFFF0000) | (low >> 16)
+    return tl.where((slot & 1) == 0, even, odd) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def _word_axis(x):
+    return x[None, None, None, :, None] if IS_REVERSED else x[:, None, None, None, None]
+
+
+@triton.jit
+def _row_axis(x):
+    return x[None, None, :, None, None] if IS_REVERSED else x[None, :, None, None, None]
+
+
+@triton.jit
+def _tile_axis(x):
+    return x[None, :, None, None, None] if IS_REVERSED else x[None, None, :, None, None]
+
+
+@triton.jit
+def _vector_axis(x):
+    return x[:, None, None, None, None] if IS_REVERSED else x[None, None, None, :, None]
+
+
+@triton.jit
+def block_slots(VECTOR: tl.constexpr):
+    element = tl.arange(0, VECTOR)[None, None, None, None, :]
+    return _vector_axis(tl.arange(0, 32 // VECTOR)) * VECTOR + element
+
+
+@triton.jit
+def block_rows(first, ROWS: tl.constexpr):
+    """The rows of a block from row `first` on. first: int64."""
+    return first + _row_axis(tl.arange(0, ROWS))
+
+
+@triton.jit
+def block_columns(first, VECTOR: tl.constexpr, TILES: tl.constexpr, DROPOUT: tl.constexpr):
+    """The columns of a block from column `first`, a multiple of 128, on.
+
+    Without dropout words need not stay together, and the loads of a warp are contiguous.
+    """
+    word, tile = _word_axis(tl.arange(0, 4)), _tile_axis(tl.arange(0, TILES))
+    if DROPOUT:
+        return first + tile * 128 + word * 32 + block_slots(VECTOR)
+    else:
+        return first + word * (32 * TILES) + tile * 32 + block_slots(VECTOR)
+
+
+@triton.jit
+def block_zeros(VECTOR: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """A block of fp32 zeros."""
+    if IS_REVERSED:
+        return tl.zeros((32 // VECTOR, TILES, ROWS, 4, VECTOR), tl.float32)
+    else:
+        return tl.zeros((4, ROWS, TILES, 32 // VECTOR, VECTOR), tl.float32)
+
+
+@triton.jit
+def row_sum(x):
+    """The sums of the rows of a block: what lies in one thread first, threads then."""
+    x = tl.sum(x, 4, keep_dims=True)
+    if IS_REVERSED:
+        return tl.sum(tl.sum(tl.sum(x, 3, keep_dims=True), 0, keep_dims=True), 1, keep_dims=True)
+    else:
+        return tl.sum(tl.sum(tl.sum(x, 0, keep_dims=True), 3, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def kept(dropout, row, num_rows, first, VECTOR: tl.constexpr, TILES: tl.constexpr):
+    """The decisions for the block of features at rows `row` and from column `first` on."""
+    ids_ptr, positions_ptr, k0, k1, threshold = dropout
+    position, sample = row, tl.zeros_like(row)
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
+    if ids_ptr is not None:
+        sample = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
+    slot = first // 4 + _tile_axis(tl.arange(0, TILES)) * 32 + block_slots(VECTOR)
+    word = _word_axis(tl.arange(0, 4))
+    return keep(word, slot, position, 0, sample, k0, k1, threshold)
