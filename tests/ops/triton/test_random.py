@@ -10,11 +10,11 @@ from taut.ops.random import derive_key, keep_mask, keep_scale, philox, threshold
 from taut.ops.triton.random import (
     MAX_TILES,
     block_columns,
-    block_rows,
     block_shape,
     dropout_arguments,
     keep,
     kept,
+    row_axis,
 )
 from tests.ops.triton.setting import DEVICE
 
@@ -37,12 +37,12 @@ def _features_kernel(
     TILES: tl.constexpr,
 ):
     dropout = (ids_ptr, positions_ptr, k0, k1, threshold)
-    row = block_rows(tl.program_id(0).to(tl.int64) * ROWS, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (128 * TILES)
     column = block_columns(first, VECTOR, TILES, True)
-    mask = (row < num_rows) & (column < width)
+    mask = row_axis(row < num_rows) & (column < width)
     decisions = kept(dropout, row, num_rows, first, VECTOR, TILES)
-    tl.store(y_ptr + row * width + column, decisions.to(tl.int8), mask=mask)
+    tl.store(y_ptr + row_axis(row) * width + column, decisions.to(tl.int8), mask=mask)
 
 
 @triton.jit

@@ -11,10 +11,10 @@ from ..random import TILE
 from .random import (
     UNSPECIALIZED,
     block_columns,
-    block_rows,
     block_shape,
     dropout_arguments,
     kept,
+    row_axis,
 )
 
 NUM_WARPS = 4  # in 16-bit each holds a row of 1024 columns, or several narrow ones
@@ -37,11 +37,11 @@ def _kernel(
     TILES: tl.constexpr,
 ):
     dropout = (ids_ptr, positions_ptr, k0, k1, threshold)
-    row = block_rows(tl.program_id(0).to(tl.int64) * ROWS, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (128 * TILES)
     column = block_columns(first, VECTOR, TILES, True)
-    mask = (row < num_rows) & (column < width)
-    offs = row * width + column
+    mask = row_axis(row < num_rows) & (column < width)
+    offs = row_axis(row) * width + column
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     y = tl.where(kept(dropout, row, num_rows, first, VECTOR, TILES), x, 0.0) * scale
     tl.store(y_ptr + offs, y, mask=mask)

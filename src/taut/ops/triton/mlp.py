@@ -17,11 +17,11 @@ from .gelu import gelu_value_and_slope, sigmoid
 from .random import (
     UNSPECIALIZED,
     block_columns,
-    block_rows,
     block_shape,
     block_zeros,
     dropout_arguments,
     kept,
+    row_axis,
 )
 
 NUM_WARPS = 4  # in 16-bit each holds a row of 1024 columns, or several narrow ones
@@ -63,13 +63,13 @@ def _fwd_kernel(
     TILES: tl.constexpr,
 ):
     dropout = (ids_ptr, positions_ptr, k0, k1, threshold)
-    row = block_rows(tl.program_id(0).to(tl.int64) * ROWS, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (128 * TILES)
     column = block_columns(first, VECTOR, TILES, DROPOUT)
-    mask = (row < num_rows) & (column < width)
-    offs = row * width + column
+    mask = row_axis(row < num_rows) & (column < width)
+    offs = row_axis(row) * width + column
     if GATED:
-        u_offs = row * (2 * width) + column
+        u_offs = row_axis(row) * (2 * width) + column
         up = tl.load(u_ptr + width + u_offs, mask=mask, other=0.0).to(tl.float32)
     else:
         u_offs = offs
@@ -113,10 +113,10 @@ def _bwd_kernel(
     dbias = block_zeros(VECTOR, ROWS, TILES)
     dbias_up = block_zeros(VECTOR, ROWS, TILES)
     for step in range(0, group_rows, ROWS):
-        row = block_rows(group * group_rows + step, ROWS)
-        mask = (row < num_rows) & (column < width)
-        offs = row * width + column
-        u_offs = row * u_width + column
+        row = group * group_rows + step + tl.arange(0, ROWS)
+        mask = row_axis(row < num_rows) & (column < width)
+        offs = row_axis(row) * width + column
+        u_offs = row_axis(row) * u_width + column
         da = tl.load(da_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + u_offs, mask=mask, other=0.0).to(tl.float32)
         a, slope = _activate(u, CODE)
@@ -137,7 +137,7 @@ def _bwd_kernel(
         dbias += du
         tl.store(du_ptr + u_offs, du, mask=mask)
     # every row of the block leaves a partial sum, which saves the threads an exchange
-    offs = block_rows(group * ROWS, ROWS) * u_width + column
+    offs = row_axis(group * ROWS + tl.arange(0, ROWS)) * u_width + column
     tl.store(dbias_ptr + offs, dbias, mask=column < width)
     if GATED:
         tl.store(dbias_ptr + width + offs, dbias_up, mask=column < width)

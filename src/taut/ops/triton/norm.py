@@ -18,10 +18,10 @@ from ..random import TILE
 from .random import (
     UNSPECIALIZED,
     block_columns,
-    block_rows,
     block_zeros,
     dropout_arguments,
     kept,
+    row_axis,
     row_sum,
 )
 
@@ -54,9 +54,9 @@ def _load_sum(
 ):
     """residual + dropout(x + x_bias), 0 outside, and where it stands."""
     # every operand is loaded in the shape of the block, and so in one layout
-    column = block_columns(first, VECTOR, TILES, DROPOUT) + tl.zeros_like(row).to(tl.int32)
-    mask = (row < num_rows) & (column < width)
-    offs = row * width + column
+    column = block_columns(first, VECTOR, TILES, DROPOUT) + row_axis(row * 0).to(tl.int32)
+    mask = row_axis(row < num_rows) & (column < width)
+    offs = row_axis(row) * width + column
     z = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if x_bias_ptr is not None:
         z += tl.load(x_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -91,9 +91,9 @@ def _statistics_kernel(
 ):
     """Mean and rstd of one row, for rows wider than a block."""
     dropout = (ids_ptr, positions_ptr, k0, k1, threshold)
-    row = block_rows(tl.program_id(0).to(tl.int64), 1)
-    mean = tl.zeros((1, 1, 1, 1, 1), tl.float32)
-    squares = tl.zeros((1, 1, 1, 1, 1), tl.float32)  # of the differences from the mean
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean = tl.zeros((1,), tl.float32)
+    squares = tl.zeros((1,), tl.float32)  # of the differences from the mean
     for first in range(0, width, 128 * TILES):
         z, _, _, mask = _load_sum(
             x_ptr,
@@ -116,7 +116,7 @@ def _statistics_kernel(
             count = tl.minimum(width - first, 128 * TILES).to(tl.float32)
             share = count / (first + count)
             block_mean = row_sum(z) / count
-            centred = tl.where(mask, z - block_mean, 0.0)
+            centred = tl.where(mask, z - row_axis(block_mean), 0.0)
             delta = block_mean - mean
             squares += row_sum(centred * centred) + delta * delta * (first * share)
             mean += delta * share
@@ -152,7 +152,7 @@ def _fwd_kernel(
     TILES: tl.constexpr,
 ):
     dropout = (ids_ptr, positions_ptr, k0, k1, threshold)
-    row = block_rows(tl.program_id(0).to(tl.int64) * ROWS, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * (128 * TILES)
     z, column, offs, mask = _load_sum(
         x_ptr,
@@ -171,15 +171,15 @@ def _fwd_kernel(
     if sum_ptr is not None:
         tl.store(sum_ptr + offs, z, mask=mask)
     if mean_ptr is not None:
-        xhat = z - tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
+        xhat = z - row_axis(tl.load(mean_ptr + row, mask=row < num_rows, other=0.0))
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
     else:
         xhat = z
         if not IS_RMS:
-            xhat = tl.where(mask, z - row_sum(z) / width, 0.0)
+            xhat = tl.where(mask, z - row_axis(row_sum(z) / width), 0.0)
         rstd = tl.rsqrt(row_sum(xhat * xhat) / width + eps)
         tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
-    xhat *= rstd
+    xhat *= row_axis(rstd)
     tl.store(xhat_ptr + offs, xhat, mask=mask)
     y = xhat
     if weight_ptr is not None:
@@ -263,9 +263,9 @@ def _load_gradient(
     TILES: tl.constexpr,
 ):
     """dy, xhat and dy * weight, 0 outside, and where they stand."""
-    column = block_columns(first, VECTOR, TILES, DROPOUT) + tl.zeros_like(row).to(tl.int32)
-    mask = (row < num_rows) & (column < width)
-    offs = row * width + column
+    column = block_columns(first, VECTOR, TILES, DROPOUT) + row_axis(row * 0).to(tl.int32)
+    mask = row_axis(row < num_rows) & (column < width)
+    offs = row_axis(row) * width + column
     dy = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     xhat = tl.load(xhat_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     g = dy
@@ -287,9 +287,9 @@ def _means_kernel(
     TILES: tl.constexpr,
 ):
     """mean(g * xhat) and mean(g) of one row, for rows wider than a block."""
-    row = block_rows(tl.program_id(0).to(tl.int64), 1)
-    along = tl.zeros((1, 1, 1, 1, 1), tl.float32)
-    mean = tl.zeros((1, 1, 1, 1, 1), tl.float32)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    along = tl.zeros((1,), tl.float32)
+    mean = tl.zeros((1,), tl.float32)
     for first in range(0, width, 128 * TILES):
         _, xhat, g, _, _ = _load_gradient(
             dy_ptr, xhat_ptr, weight_ptr, row, first, num_rows, width, False, VECTOR, TILES
@@ -336,7 +336,7 @@ def _bwd_kernel(
     dbias = block_zeros(VECTOR, ROWS, TILES)
     dx_bias = block_zeros(VECTOR, ROWS, TILES)
     for step in range(0, group_rows, ROWS):
-        row = block_rows(group * group_rows + step, ROWS)
+        row = group * group_rows + step + tl.arange(0, ROWS)
         dy, xhat, g, offs, mask = _load_gradient(
             dy_ptr, xhat_ptr, weight_ptr, row, first, num_rows, width, DROPOUT, VECTOR, TILES
         )
@@ -349,10 +349,10 @@ def _bwd_kernel(
         else:
             along = row_sum(g * xhat) / width
             mean = row_sum(g) / width
-        dz = g - xhat * along
+        dz = g - xhat * row_axis(along)
         if not IS_RMS:
-            dz -= mean
-        dz *= tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+            dz -= row_axis(mean)
+        dz *= row_axis(tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0))
         if dsum_ptr is not None:
             dz += tl.load(dsum_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         if dresidual_ptr is not None:
@@ -364,7 +364,7 @@ def _bwd_kernel(
             dx_bias += dz  # 0 in rows outside, for dy, xhat and dsum are; columns are not stored
     # every row of the block leaves a partial sum, which saves the threads an exchange
     column = block_columns(first, VECTOR, TILES, DROPOUT)
-    offs = block_rows(group * ROWS, ROWS) * width + column
+    offs = row_axis(group * ROWS + tl.arange(0, ROWS)) * width + column
     if dweight_ptr is not None:
         tl.store(dweight_ptr + offs, dweight, mask=column < width)
         tl.store(dbias_ptr + offs, dbias, mask=column < width)

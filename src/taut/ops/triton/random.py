@@ -89,11 +89,6 @@ def _word_axis(x):
 
 
 @triton.jit
-def _row_axis(x):
-    return x[None, None, :, None, None] if IS_REVERSED else x[None, :, None, None, None]
-
-
-@triton.jit
 def _tile_axis(x):
     return x[None, :, None, None, None] if IS_REVERSED else x[None, None, :, None, None]
 
@@ -104,15 +99,25 @@ def _vector_axis(x):
 
 
 @triton.jit
-def block_slots(VECTOR: tl.constexpr):
+def _slots(VECTOR: tl.constexpr):
     element = tl.arange(0, VECTOR)[None, None, None, None, :]
     return _vector_axis(tl.arange(0, 32 // VECTOR)) * VECTOR + element
 
 
 @triton.jit
-def block_rows(first, ROWS: tl.constexpr):
-    """The rows of a block from row `first` on. first: int64."""
-    return first + _row_axis(tl.arange(0, ROWS))
+def row_axis(x):
+    """What belongs to the rows of a block, to be broadcast over it."""
+    return x[None, None, :, None, None] if IS_REVERSED else x[None, :, None, None, None]
+
+
+@triton.jit
+def row_sum(x):
+    """The sums of the rows of a block: what lies in one thread first, threads then."""
+    x = tl.sum(x, 4)
+    if IS_REVERSED:
+        return tl.sum(tl.sum(tl.sum(x, 3), 0), 0)
+    else:
+        return tl.sum(tl.sum(tl.sum(x, 0), 2), 1)
 
 
 @triton.jit
@@ -123,14 +128,13 @@ def block_columns(first, VECTOR: tl.constexpr, TILES: tl.constexpr, DROPOUT: tl.
     """
     word, tile = _word_axis(tl.arange(0, 4)), _tile_axis(tl.arange(0, TILES))
     if DROPOUT:
-        return first + tile * 128 + word * 32 + block_slots(VECTOR)
+        return first + tile * 128 + word * 32 + _slots(VECTOR)
     else:
-        return first + word * (32 * TILES) + tile * 32 + block_slots(VECTOR)
+        return first + word * (32 * TILES) + tile * 32 + _slots(VECTOR)
 
 
 @triton.jit
 def block_zeros(VECTOR: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """A block of fp32 zeros."""
     if IS_REVERSED:
         return tl.zeros((32 // VECTOR, TILES, ROWS, 4, VECTOR), tl.float32)
     else:
@@ -138,24 +142,14 @@ def block_zeros(VECTOR: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def row_sum(x):
-    """The sums of the rows of a block: what lies in one thread first, threads then."""
-    x = tl.sum(x, 4, keep_dims=True)
-    if IS_REVERSED:
-        return tl.sum(tl.sum(tl.sum(x, 3, keep_dims=True), 0, keep_dims=True), 1, keep_dims=True)
-    else:
-        return tl.sum(tl.sum(tl.sum(x, 0, keep_dims=True), 3, keep_dims=True), 2, keep_dims=True)
-
-
-@triton.jit
 def kept(dropout, row, num_rows, first, VECTOR: tl.constexpr, TILES: tl.constexpr):
-    """The decisions for the block of features at rows `row` and from column `first` on."""
+    """The decisions for a block of features: row (R,) of int64, columns from `first` on."""
     ids_ptr, positions_ptr, k0, k1, threshold = dropout
     position, sample = row, tl.zeros_like(row)
     if positions_ptr is not None:
         position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
     if ids_ptr is not None:
         sample = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
-    slot = first // 4 + _tile_axis(tl.arange(0, TILES)) * 32 + block_slots(VECTOR)
     word = _word_axis(tl.arange(0, 4))
-    return keep(word, slot, position, 0, sample, k0, k1, threshold)
+    slot = first // 4 + _tile_axis(tl.arange(0, TILES)) * 32 + _slots(VECTOR)
+    return keep(word, slot, row_axis(position), 0, row_axis(sample), k0, k1, threshold)
