@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .autograd import once_differentiable
+from .autograd import register_autograd
 from .checks import check_floating, check_rows
 from .random import SCHEMA, Dropout, apply_dropout, op_arguments
 
@@ -54,13 +54,12 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(sample_ids, positions)
 
 
-@once_differentiable
 def _backward(ctx, dy):
     dx = torch.ops.taut.dropout(dy.contiguous(), *ctx.scalars, *ctx.saved_tensors)
     return dx, None, None, None, None, None, None
 
 
-torch.library.register_autograd("taut::dropout", _backward, setup_context=_setup_context)
+register_autograd("dropout", _backward, _setup_context)
 
 
 def dropout(x: Tensor, dropout: Dropout | None = None) -> Tensor:

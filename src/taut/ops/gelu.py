@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import native
-from .autograd import once_differentiable
+from .autograd import register_autograd
 from .checks import check_floating
 
 torch.library.define("taut::gelu_fwd", "(Tensor x, bool tanh) -> (Tensor, Tensor)")
@@ -144,14 +144,13 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # the side has no gradient: no tensor of zeros for it
 
 
-@once_differentiable
 def _backward(ctx, dy, _dside):
     if dy is None:
         return None, None
     return torch.ops.taut.gelu_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.tanh), None
 
 
-torch.library.register_autograd("taut::gelu_fwd", _backward, setup_context=_setup_context)
+register_autograd("gelu_fwd", _backward, _setup_context)
 
 
 def gelu(x: Tensor, tanh: bool = False) -> Tensor:

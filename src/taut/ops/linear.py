@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import native
-from .autograd import once_differentiable
+from .autograd import register_autograd
 from .checks import check_floating, check_linear, check_rows
 
 torch.library.define(
@@ -172,7 +172,6 @@ def _setup_context(ctx, inputs, output):
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-@once_differentiable
 def _backward(ctx, dy):
     x, weight = ctx.saved_tensors
     need_x, need_weight, need_bias, _ = ctx.needs_input_grad
@@ -188,7 +187,7 @@ def _backward(ctx, dy):
     return dx, dweight, dbias, None
 
 
-torch.library.register_autograd("taut::linear_fwd", _backward, setup_context=_setup_context)
+register_autograd("linear_fwd", _backward, _setup_context)
 
 
 def linear(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import native
-from .autograd import once_differentiable
+from .autograd import register_autograd
 from .checks import check_floating, check_linear, check_rows
 from .linear import column_sum, dgrad, forward, wgrad
 from .random import SCHEMA, Dropout, apply_dropout, op_arguments
@@ -214,7 +214,6 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # u has no gradient of its own: no tensor of zeros for it
 
 
-@once_differentiable
 def _backward(ctx, dy, _du):
     if dy is None:
         return (None,) * 12
@@ -226,7 +225,7 @@ def _backward(ctx, dy, _du):
     return *(g.to(x.dtype) if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 7
 
 
-torch.library.register_autograd("taut::mlp_fwd", _backward, setup_context=_setup_context)
+register_autograd("mlp_fwd", _backward, _setup_context)
 
 
 def mlp(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .autograd import once_differentiable
+from .autograd import register_autograd
 from .checks import check_alike, check_floating, check_rows, check_vector
 from .linear import column_sum
 from .random import SCHEMA, Dropout, apply_dropout, op_arguments
@@ -182,7 +182,6 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # an unused output costs no tensor of zeros
 
 
-@once_differentiable
 def _backward(ctx, dy, _dxhat, _drstd, dsum):
     xhat, rstd, weight, sample_ids, positions = ctx.saved_tensors
     need_x, need_residual, need_x_bias, need_weight, need_bias, *_ = ctx.needs_input_grad
@@ -219,7 +218,7 @@ def _backward(ctx, dy, _dxhat, _drstd, dsum):
     return *grads, *(None,) * 9
 
 
-torch.library.register_autograd("taut::norm_fwd", _backward, setup_context=_setup_context)
+register_autograd("norm_fwd", _backward, _setup_context)
 
 
 def dropout_add_norm(
