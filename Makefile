@@ -72,8 +72,10 @@ wheel: $(VENV)/.installed  ## source archive and wheel in dist/
 	@ls dist
 
 gpu:  ## on a GPU machine, straight from the source tree: GPU tests, then all benchmarks
-	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu
-	@set -e; for bench in $(BENCHES); do \
+	@echo "[gpu] tests, in 12 processes, since each compiles its kernels"
+	@PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu --collect-only -q | grep '^tests/.*::' \
+	  | PYTHONPATH=src xargs -d '\n' -P 12 -n 40 $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider
+	@set -e; for bench in $(filter-out bench_random bench_import,$(BENCHES)); do \
 	  echo "[bench] $$bench"; PYTHONPATH=src $(PYTHON) -m benchmarks.$$bench --device cuda; done
 
 clean:  ## remove what make has made

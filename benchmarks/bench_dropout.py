@@ -5,12 +5,12 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import Report, device_from_arguments, time_steps
+from benchmarks.harness import Report, compiled, device_from_arguments, time_steps
 from taut.ops import Dropout, dropout
 from taut.ops.dropout import dropout_reference
 from taut.testing import assert_accurate, saved_bytes
 
-SHAPES = [(2048, 768), (4096, 3072)]  # (T, D)
+SHAPES = {"cpu": [(2048, 768), (4096, 3072)], "cuda": [(32768, 1024)]}  # (T, D)
 
 
 def decisions(report: Report) -> None:
@@ -32,7 +32,7 @@ def main(device: str) -> None:
     if device == "cpu":
         decisions(report)
     for dtype in (torch.float32, torch.bfloat16):
-        for shape in SHAPES:
+        for shape in SHAPES[device]:
             x, dy = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
             where = Dropout(0.1, seed=1)
             assert_accurate(
@@ -46,7 +46,7 @@ def main(device: str) -> None:
             eager = partial(F.dropout, p=0.1)
             variants = {
                 "eager": eager,
-                "compiled": torch.compile(eager),
+                "compiled": compiled(eager),
                 "taut": partial(dropout, dropout=where),
             }
             report.compare(

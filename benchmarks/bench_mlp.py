@@ -5,13 +5,14 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import Report, device_from_arguments
+from benchmarks.harness import Report, compiled, device_from_arguments
 from taut.ops import Dropout, mlp
 from taut.ops.linear import dgrad, forward, wgrad
 from taut.ops.mlp import mlp_reference
 from taut.testing import assert_accurate, saved_bytes
 
-ROWS, WIDTH, HIDDEN = 2048, 768, 3072
+WIDTH, HIDDEN = 768, 3072
+ROWS = {"cpu": 2048, "cuda": 16384}
 P = 0.1
 
 
@@ -25,9 +26,10 @@ def taut(x, w1, b1, w2, b2):
 
 def main(device: str) -> None:
     report = Report("mlp", device)
+    rows = ROWS[device]
     for dtype in (torch.bfloat16, torch.float32):
         draw = partial(torch.randn, dtype=dtype, device=device)
-        x, dy, hidden = draw(ROWS, WIDTH), draw(ROWS, WIDTH), draw(ROWS, HIDDEN)
+        x, dy, hidden = draw(rows, WIDTH), draw(rows, WIDTH), draw(rows, HIDDEN)
         w1, b1 = draw(HIDDEN, WIDTH) / WIDTH**0.5, draw(HIDDEN)
         w2, b2 = draw(WIDTH, HIDDEN) / HIDDEN**0.5, draw(WIDTH)
         parameters = [torch.nn.Parameter(t) for t in (w1, b1, w2, b2)]
@@ -49,11 +51,11 @@ def main(device: str) -> None:
             forward(x, w1, b1), forward(hidden, w2, b2)
             dgrad(dy, w2), wgrad(dy, hidden), dgrad(hidden, w1), wgrad(hidden, x)
 
-        variants = {"eager": plain, "compiled": torch.compile(plain), "taut": taut}
+        variants = {"eager": plain, "compiled": compiled(plain), "taut": taut}
         report.compare(
-            f"mlp {ROWS} x {WIDTH} -> {HIDDEN} -> {WIDTH} {dtype} p={P}",
+            f"mlp {rows} x {WIDTH} -> {HIDDEN} -> {WIDTH} {dtype} p={P}",
             {**{name: partial(step, f) for name, f in variants.items()}, "gemms alone": gemms},
-            flops=12 * ROWS * WIDTH * HIDDEN,
+            flops=12 * rows * WIDTH * HIDDEN,
             saved={name: saved_bytes(f, *inputs) for name, f in variants.items()},
             targets={"compiled": 1.3, "gemms alone": 0.85},
             rounds=6,

@@ -41,21 +41,21 @@ class Case:
     def inputs(self, shape: Shape, dtype: torch.dtype = torch.float32) -> Inputs:
         return self.make(Generator().manual_seed(0), shape, dtype)
 
-    def kwargs(self, shape: Shape) -> dict[str, Any]:
+    def kwargs(self, shape: Shape, device: str = "cpu") -> dict[str, Any]:
         if not self.p:
             return self.options
-        return self.options | {"dropout": make_dropout(self.p, shape, self.has_ids)}
+        return self.options | {"dropout": make_dropout(self.p, shape, self.has_ids, device)}
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
 
 
-def make_dropout(p: float, shape: Shape, has_ids: bool = True) -> ops.Dropout:
+def make_dropout(p: float, shape: Shape, has_ids: bool = True, device: str = "cpu") -> ops.Dropout:
     if not has_ids:
         return ops.Dropout(p, seed=2**62 + 5, step=3, site=2**31 + 1)
     rows = torch.Size(shape[:-1]).numel()
     numbers = torch.randint(2**32, (rows, 2), generator=Generator().manual_seed(1))
-    sample_ids, positions = numbers.unbind(1)  # strided, too
+    sample_ids, positions = numbers.to(device).unbind(1)  # strided, too
     return ops.Dropout(p, 7, 3, 5, sample_ids=sample_ids, positions=positions)
 
 

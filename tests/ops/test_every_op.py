@@ -95,13 +95,38 @@ def draw_by_draw(fn):
     ids=str,
 )
 def test_is_as_accurate_as_pytorch(case, shape, dtype):
+    check_accuracy(case, shape, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 300), (2, 1025), (0, 8)], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.is_onednn], ids=str)
+def test_is_as_accurate_as_pytorch_on_a_gpu(case, shape, dtype):
+    check_accuracy(case, shape, dtype, "cuda")
+
+
+def check_accuracy(case, shape, dtype, device):
     gen = Generator().manual_seed(0)
     num_draws = min(1 + 512 // shape[-1], 8)
     draws = [case.make(gen, shape, dtype) for _ in range(num_draws)]
-    stacks = [None if xs[0] is None else torch.stack(xs) for xs in zip(*draws, strict=True)]
+    stacks = [
+        None if xs[0] is None else torch.stack(xs).to(device) for xs in zip(*draws, strict=True)
+    ]
     fn, reference = draw_by_draw(case.fn), draw_by_draw(case.reference)
     factor = case.factor_32 if dtype == torch.float32 else 2
-    assert_accurate(fn, reference, stacks, factor=factor, **case.kwargs(shape))
+    assert_accurate(fn, reference, stacks, factor=factor, **case.kwargs(shape, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES if c.p], ids=str)
+def test_drops_the_same_on_a_gpu(case):
+    shape = (5, 200)
+    inputs = [x if x is None else x.abs() + 1 for x in case.inputs(shape)]
+    y, *_ = as_tuple(case.fn(*inputs, **case.kwargs(shape)))
+    inputs = [x if x is None else x.cuda() for x in inputs]
+    on_gpu, *_ = as_tuple(case.fn(*inputs, **case.kwargs(shape, "cuda")))
+    torch.testing.assert_close(on_gpu.cpu(), y, rtol=1e-4, atol=1e-4)
 
 
 @every_case

@@ -59,11 +59,11 @@ def documented_decision(column, position, sample_id, p, seed, step, site):
     word, inside = divmod(inside, 32)
     lane, half = divmod(inside, 2)
 
-    def sixteen_bits(plane):
-        words = philox((16 * tile + lane, position, plane, sample_id), key, rounds=7)
-        return words[word] >> 16 * half & 0xFFFF
-
-    u = sixteen_bits(0) << 16 | sixteen_bits(2**31)
+    words = philox((16 * tile + lane, position, 0, sample_id), key, rounds=7)
+    hashed = words[(word + 1) % 4] * 0x9E3779B9 % 2**32
+    hashed ^= hashed >> 15
+    upper, lower = (x >> 16 * half & 0xFFFF for x in (words[word], hashed))
+    u = upper << 16 | lower
     return u >= round(p * 2**24) * 2**8
 
 

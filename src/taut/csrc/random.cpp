@@ -3,7 +3,6 @@
 
 constexpr uint32_t M0 = 0xD2511F53, M1 = 0xCD9E8D57, W0 = 0x9E3779B9, W1 = 0xBB67AE85;
 constexpr int ROUNDS = 7, WORDS = 4, TILE_WORDS = DRAW_COLUMNS / LANES;
-constexpr uint32_t TIE_PLANE = 1u << 31;
 
 INLINE uint64_t wide(uint32_t a, uint32_t b) { return (uint64_t)a * b; }
 
@@ -40,21 +39,22 @@ struct Row {
   }
 };
 
-// The lower halves of u, where the upper ones equal those of the threshold: one time in 2^16.
-__attribute__((noinline, cold)) static void break_ties(const Dropout& d, int64_t row, uint32_t plane,
-                                                       int64_t tile, uint16_t* bits) {
-  const Row high(d, row, plane), low(d, row, plane | TIE_PLANE);
+// Where the upper half of u equals that of the threshold, one time in 2^16, the lower one decides.
+__attribute__((noinline, cold)) static void break_ties(const Row& row, uint32_t threshold, int64_t tile,
+                                                       uint16_t* bits) {
   for (uint32_t lane = 0; lane < LANES; ++lane) {
-    uint32_t u[WORDS], v[WORDS];
-    high.words(16 * tile + lane, u);
-    low.words(16 * tile + lane, v);
-    for (int w = 0; w < WORDS; ++w)
+    uint32_t u[WORDS];
+    row.words(16 * tile + lane, u);
+    for (int w = 0; w < WORDS; ++w) {
+      uint32_t lower = u[(w + 1) % WORDS] * W0;
+      lower ^= lower >> 15;
       for (int h = 0; h < 2; ++h) {
-        const uint32_t upper = u[w] >> 16 * h & 0xffff, lower = v[w] >> 16 * h & 0xffff;
         const int column = 32 * w + 2 * lane + h;
-        if (upper == d.threshold >> 16 && lower < (d.threshold & 0xffff))
+        if ((u[w] >> 16 * h & 0xffff) == threshold >> 16 &&
+            (lower >> 16 * h & 0xffff) < (threshold & 0xffff))
           bits[column / 16] &= ~(1 << column % 16);
       }
+    }
   }
 }
 
@@ -151,6 +151,6 @@ void draw(const Dropout& d, int64_t row, int64_t width, uint16_t* bits, uint32_t
     const bool ties = count == 2 ? draw_tiles<2>(counters, d.threshold, tile, at)
                                  : draw_tiles<1>(counters, d.threshold, tile, at);
     for (int64_t end = tile + count; tile < end; ++tile)
-      if (__builtin_expect(ties, 0)) break_ties(d, row, plane, tile, bits + tile * TILE_WORDS);
+      if (__builtin_expect(ties, 0)) break_ties(counters, d.threshold, tile, bits + tile * TILE_WORDS);
   }
 }

@@ -7,10 +7,11 @@ counter-based and in 32-bit integer arithmetic, so that Python, C++ and Triton g
     counter      (column group, position, plane, sample id);  plane 0: features, 1 + h: head h
     decision     keep  <=>  u >= round(p * 2^24) * 2^8,  u of 32 bits      (p exact to 2^-24)
 
-One counter of Philox-7 (the fewest rounds that pass BigCrush) serves eight columns: the upper half
-of u decides all but one time in 2^16, and only then is the lower one drawn, from plane + 2^31.
-Columns are cut into tiles of 128; lane i of a tile gives four words, and half h of word w decides
-column 32 w + 2 i + h: words laid side by side are contiguous vectors, without a shuffle.
+One counter of Philox-7 (the fewest rounds that pass BigCrush) serves eight columns. Tiles have 128
+of them; lane i of a tile gives four words, and half h of word w is the upper half of u for column
+32 w + 2 i + h: words laid side by side are contiguous vectors, without a shuffle. It decides all
+but one time in 2^16. The lower half of u is half h of a hash of word w + 1 (mod 4), a bijection:
+given the upper half it is as uniform as that word.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ _KEY_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_TIE_PLANE = 2**31
 TILE = 128
 
 
@@ -100,6 +100,12 @@ def philox(counter: Sequence[Any], key: Sequence[int], rounds: int = ROUNDS) -> 
     return c0, c1, c2, c3
 
 
+def tie_break(word: Any) -> Any:
+    """The lower halves of u for the two decisions of the word before this one."""
+    mixed = word * _WEYL[0] & _LOW
+    return mixed ^ mixed >> 15
+
+
 @lru_cache(maxsize=4096)
 def derive_key(seed: int, step: int, site: int) -> tuple[int, int]:
     """The Philox key of one dropout site in one step."""
@@ -136,18 +142,15 @@ def keep_mask(
         sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
     tiles = -(-width // TILE)
     lanes = torch.arange(16 * tiles, device=device)
+    counter = (lanes, positions.view(-1, 1) & _LOW, 0, sample_ids.view(-1, 1) & _LOW)
+    words = torch.broadcast_tensors(*philox(counter, derive_key(seed, step, site)))
 
-    def halves(plane: int) -> Tensor:
-        counter = (lanes, positions.view(-1, 1) & _LOW, plane, sample_ids.view(-1, 1) & _LOW)
-        words = torch.broadcast_tensors(*philox(counter, derive_key(seed, step, site)))
+    def halves(words: Sequence[Tensor]) -> Tensor:
         both = torch.stack([torch.stack([w & 0xFFFF, w >> 16], -1) for w in words])
         return both.view(4, -1, tiles, 32).permute(1, 2, 0, 3).reshape(-1, TILE * tiles)[:, :width]
 
-    limit = threshold(p)
-    high = halves(0)
-    keep, tie = high > limit >> 16, high == limit >> 16
-    if tie.any():
-        keep |= tie & (halves(_TIE_PLANE) >= limit & 0xFFFF)
+    upper, lower = halves(words), halves([tie_break(w) for w in (*words[1:], words[0])])
+    keep = (upper << 16 | lower) >= threshold(p)
     return keep.expand(rows, width).reshape(shape)
 
 

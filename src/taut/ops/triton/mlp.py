@@ -21,13 +21,14 @@ from .random import (
     block_zeros,
     dropout_arguments,
     kept,
+    load_rows,
     row_axis,
 )
 
-NUM_WARPS = 4  # in 16-bit each holds a row of 1024 columns, or several narrow ones
+NUM_WARPS = 2  # in 16-bit each holds a row of 1024 columns; measured on an H200, as is MAX_GROUPS
 BACKWARD_VECTOR = 4  # sums of columns, two with a gate, leave few registers for vectors of 8
 BACKWARD_WARPS = 2  # then 1024 columns are one row, and a group of rows leaves one partial sum
-MAX_GROUPS = 512  # of rows, for each block of columns: several waves on any GPU
+MAX_GROUPS = 264  # of rows, for each block of columns: two for each multiprocessor
 MIN_STEPS = 16  # blocks of rows in a group: bounds the traffic of partial sums
 
 
@@ -112,16 +113,21 @@ def _bwd_kernel(
     u_width = width * 2 if GATED else width
     dbias = block_zeros(VECTOR, ROWS, TILES)
     dbias_up = block_zeros(VECTOR, ROWS, TILES)
-    for step in range(0, group_rows, ROWS):
-        row = group * group_rows + step + tl.arange(0, ROWS)
-        mask = row_axis(row < num_rows) & (column < width)
+    row = group * group_rows + tl.arange(0, ROWS)
+    end = tl.minimum((group + 1) * group_rows, num_rows)
+    next_da = load_rows(da_ptr, row, end, column, width, width)
+    next_u = load_rows(u_ptr, row, end, column, width, u_width)
+    for _ in range(0, group_rows, ROWS):
+        da, u = next_da.to(tl.float32), next_u.to(tl.float32)
+        # the next rows are on their way while these are worked on
+        next_da = load_rows(da_ptr, row + ROWS, end, column, width, width)
+        next_u = load_rows(u_ptr, row + ROWS, end, column, width, u_width)
+        mask = row_axis(row < end) & (column < width)
         offs = row_axis(row) * width + column
         u_offs = row_axis(row) * u_width + column
-        da = tl.load(da_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + u_offs, mask=mask, other=0.0).to(tl.float32)
         a, slope = _activate(u, CODE)
         if DROPOUT:
-            keep = kept(dropout, row, num_rows, first, VECTOR, TILES)
+            keep = kept(dropout, row, end, first, VECTOR, TILES)
             da = tl.where(keep, da, 0.0) * scale
         if GATED:
             up = tl.load(u_ptr + width + u_offs, mask=mask, other=0.0).to(tl.float32)
@@ -136,6 +142,7 @@ def _bwd_kernel(
         du = da * slope
         dbias += du
         tl.store(du_ptr + u_offs, du, mask=mask)
+        row += ROWS
     # every row of the block leaves a partial sum, which saves the threads an exchange
     offs = row_axis(group * ROWS + tl.arange(0, ROWS)) * u_width + column
     tl.store(dbias_ptr + offs, dbias, mask=column < width)
@@ -201,6 +208,7 @@ def activation_bwd(
                 ROWS=rows,
                 TILES=tiles,
                 num_warps=BACKWARD_WARPS,
+                maxnreg=255,  # left alone, the assembler may spill to save a few
                 enable_fp_fusion=False,
             )
     return du, a, dbias.sum(0)

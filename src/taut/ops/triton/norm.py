@@ -21,6 +21,7 @@ from .random import (
     block_zeros,
     dropout_arguments,
     kept,
+    load_rows,
     row_axis,
     row_sum,
 )
@@ -28,12 +29,12 @@ from .random import (
 NUM_WARPS = 4  # forward: in 16-bit each holds a row of 1024 columns, or several narrow ones
 MAX_TILES = 64  # forward: a row of 8192 columns in registers takes 16 warps in fp32
 # Backward: sums of columns take three registers an element, so vectors of eight would leave
-# registers for half the warps.
+# registers for half the warps. 64 threads in 16-bit, 128 in fp32: few, so that small blocks fill
+# each other's waits. Measured on an H200, as is MAX_GROUPS.
 BACKWARD_VECTOR = 4
-BACKWARD_WARPS = 2  # a row of 1024 columns: few, so that small blocks fill each other's waits
 BACKWARD_MAX_TILES = 32  # 8 warps; 16 could have 128 registers only and would spill
 WIDE_TILES = 8  # beyond: blocks of 1024 columns
-MAX_GROUPS = 896  # of rows: one wave of an H100 or H200, which hold 7 blocks times 132
+MAX_GROUPS = 528  # of rows: four blocks for each multiprocessor of an H100 or H200
 MIN_STEPS = 8  # blocks of rows in a group: bounds the traffic of partial sums
 
 
@@ -244,6 +245,7 @@ def norm_fwd(
             ROWS=rows,
             TILES=tiles,
             num_warps=num_warps,
+            maxnreg=128,  # all that 16 warps can have; left alone, the assembler may spill
             enable_fp_fusion=True,
         )
     return y, xhat, rstd, kept_sum
@@ -335,35 +337,46 @@ def _bwd_kernel(
     dweight = block_zeros(VECTOR, ROWS, TILES)
     dbias = block_zeros(VECTOR, ROWS, TILES)
     dx_bias = block_zeros(VECTOR, ROWS, TILES)
-    for step in range(0, group_rows, ROWS):
-        row = group * group_rows + step + tl.arange(0, ROWS)
-        dy, xhat, g, offs, mask = _load_gradient(
-            dy_ptr, xhat_ptr, weight_ptr, row, first, num_rows, width, DROPOUT, VECTOR, TILES
-        )
+    column = block_columns(first, VECTOR, TILES, DROPOUT)
+    row = group * group_rows + tl.arange(0, ROWS)
+    end = tl.minimum((group + 1) * group_rows, num_rows)
+    next_dy = load_rows(dy_ptr, row, end, column, width, width)
+    next_xhat = load_rows(xhat_ptr, row, end, column, width, width)
+    for _ in range(0, group_rows, ROWS):
+        dy, xhat = next_dy.to(tl.float32), next_xhat.to(tl.float32)
+        # the next rows are on their way while these are worked on
+        next_dy = load_rows(dy_ptr, row + ROWS, end, column, width, width)
+        next_xhat = load_rows(xhat_ptr, row + ROWS, end, column, width, width)
+        is_row = row < end
+        offs = row_axis(row) * width + column
+        mask = row_axis(is_row) & (column < width)
+        g = dy
+        if weight_ptr is not None:
+            g *= tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
         if dweight_ptr is not None:
             dweight += dy * xhat
             dbias += dy
         if means_ptr is not None:
-            along = tl.load(means_ptr + row, mask=row < num_rows, other=0.0)
-            mean = tl.load(means_ptr + num_rows + row, mask=row < num_rows, other=0.0)
+            along = tl.load(means_ptr + row, mask=is_row, other=0.0)
+            mean = tl.load(means_ptr + num_rows + row, mask=is_row, other=0.0)
         else:
             along = row_sum(g * xhat) / width
             mean = row_sum(g) / width
         dz = g - xhat * row_axis(along)
         if not IS_RMS:
             dz -= row_axis(mean)
-        dz *= row_axis(tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0))
+        dz *= row_axis(tl.load(rstd_ptr + row, mask=is_row, other=0.0))
         if dsum_ptr is not None:
             dz += tl.load(dsum_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dz, mask=mask)
         if DROPOUT:
-            dz = tl.where(kept(dropout, row, num_rows, first, VECTOR, TILES), dz, 0.0) * scale
+            dz = tl.where(kept(dropout, row, end, first, VECTOR, TILES), dz, 0.0) * scale
         tl.store(dx_ptr + offs, dz, mask=mask)
         if dx_bias_ptr is not None:
             dx_bias += dz  # 0 in rows outside, for dy, xhat and dsum are; columns are not stored
+        row += ROWS
     # every row of the block leaves a partial sum, which saves the threads an exchange
-    column = block_columns(first, VECTOR, TILES, DROPOUT)
     offs = row_axis(group * ROWS + tl.arange(0, ROWS)) * width + column
     if dweight_ptr is not None:
         tl.store(dweight_ptr + offs, dweight, mask=column < width)
@@ -393,15 +406,15 @@ def norm_bwd(
     tiles = triton.next_power_of_2(triton.cdiv(width, TILE))
     is_wide = tiles > BACKWARD_MAX_TILES
     tiles = WIDE_TILES if is_wide else tiles
-    num_warps = max(BACKWARD_WARPS, tiles // BACKWARD_VECTOR)
+    num_warps = max(dy.element_size(), tiles // BACKWARD_VECTOR)
     rows = num_warps * BACKWARD_VECTOR // tiles
     steps = max(MIN_STEPS, triton.cdiv(num_rows, MAX_GROUPS * rows))
     group_rows = rows * min(steps, triton.cdiv(num_rows, rows))
     groups = triton.cdiv(num_rows, group_rows) if num_rows else 0
-    dweight, dbias, dx_bias = (
-        rstd.new_empty(groups * rows, width) if wanted else None
-        for wanted in (with_affine, with_affine, with_x_bias)
-    )
+    wanted = (with_affine, with_affine, with_x_bias)
+    partial = rstd.new_empty(sum(wanted), groups * rows, width)
+    parts = iter(partial)
+    dweight, dbias, dx_bias = (next(parts) if want else None for want in wanted)
     means = rstd.new_empty(2, num_rows) if is_wide else None
     with torch.cuda.device_of(dy):
         if is_wide and num_rows:
@@ -441,7 +454,8 @@ def norm_bwd(
                 ROWS=rows,
                 TILES=tiles,
                 num_warps=num_warps,
+                maxnreg=255,
                 enable_fp_fusion=True,
             )
-    columns = (rstd.new_empty(0) if t is None else t.sum(0) for t in (dweight, dbias, dx_bias))
-    return dx, dresidual, *columns
+    sums = iter(partial.sum(1))
+    return dx, dresidual, *(next(sums) if want else rstd.new_empty(0) for want in wanted)

@@ -58,6 +58,12 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def _tie_break(word):
+    mixed = word * 0x9E3779B9
+    return mixed ^ (mixed >> 15)
+
+
+@triton.jit
 def _choose(word, a, b, c, d):
     # each thread's words have constant numbers, so nothing of this is left in machine code
     return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
@@ -72,14 +78,11 @@ def keep(word, slot, position, plane, sample, k0, k1, threshold):
     """
     group, position, sample = slot >> 1, position.to(tl.uint32), sample.to(tl.uint32)
     plane, k0, k1 = tl.cast(plane, tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
-    # All 32 bits at once. Sixteen decide all but one time in 2^16, but threads would have to agree
-    # on a branch, which costs a barrier and more registers than it saves instructions.
     a, b, c, d = philox(group.to(tl.uint32), position, plane, sample, k0, k1)
-    high = _choose(word, a, b, c, d)
-    a, b, c, d = philox(group.to(tl.uint32), position, plane + 0x80000000, sample, k0, k1)
-    low = _choose(word, a, b, c, d)
-    even = (high << 16) | (low & 0xFFFF)
-    odd = (high & 0xFFFF0000) | (low >> 16)
+    upper = _choose(word, a, b, c, d)
+    lower = _choose(word, _tie_break(b), _tie_break(c), _tie_break(d), _tie_break(a))
+    even = (upper << 16) | (lower & 0xFFFF)
+    odd = (upper & 0xFFFF0000) | (lower >> 16)
     return tl.where((slot & 1) == 0, even, odd) >= threshold.to(tl.uint32)
 
 
@@ -131,6 +134,13 @@ def block_columns(first, VECTOR: tl.constexpr, TILES: tl.constexpr, DROPOUT: tl.
         return first + tile * 128 + word * 32 + _slots(VECTOR)
     else:
         return first + word * (32 * TILES) + tile * 32 + _slots(VECTOR)
+
+
+@triton.jit
+def load_rows(ptr, row, end, column, width, stride):
+    """What lies in these columns of rows that are `stride` elements apart, 0 past the end."""
+    mask = row_axis(row < end) & (column < width)
+    return tl.load(ptr + row_axis(row) * stride + column, mask=mask, other=0.0)
 
 
 @triton.jit
