@@ -57,7 +57,7 @@ def main(device: str) -> None:
             {**{name: partial(step, f) for name, f in variants.items()}, "gemms alone": gemms},
             flops=12 * rows * WIDTH * HIDDEN,
             saved={name: saved_bytes(f, *inputs) for name, f in variants.items()},
-            targets={"compiled": 1.3, "gemms alone": 0.85},
+            targets={"compiled": 1.3, "gemms alone": 0.85} if device == "cpu" else None,
             rounds=6,
         )
     report.write()
