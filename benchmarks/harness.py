@@ -12,6 +12,7 @@ with its launches, which bounds small batches, stands beside it.
 import argparse
 import json
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -57,6 +58,12 @@ def machine(device: str) -> dict[str, object]:
         "commit": commit or "unknown",
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def slug(device: str) -> str:
+    """A processor as a part of a file name: results of two machines stand side by side."""
+    plain = re.sub(r"\((r|tm)\)|\bprocessor\b", "", device.lower())
+    return "-".join(re.findall(r"[a-z0-9]+", plain))
 
 
 def _call_seconds(step: Callable[[], object], device: str) -> float:
@@ -207,7 +214,7 @@ class Report:
 
     def write(self) -> None:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.stem}.{self.device}.json"
+        path = RESULTS / f"{self.stem}.{slug(str(self.machine['device']))}.json"
         rows = ",\n".join("  " + json.dumps(row) for row in self.rows)
         path.write_text(f'{{"machine": {json.dumps(self.machine)},\n "rows": [\n{rows}\n]}}\n')
         missed = [f"{r['case']} against {r['variant']}" for r in self.rows if r.get("met") is False]

@@ -127,9 +127,10 @@ def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
 
 VECTORS = ("weight", "bias", "x_bias")
 RMS = {"kind": "rms"}
-# oneDNN sums a row of K products in one chain, where MKL keeps up to 16 sums for few rows: up to
-# sqrt(16) times the rounding (measured on 64 rows: 2.9 at K = 3072, 3.5 at K = 300)
-ONEDNN: dict[str, Any] = {"is_onednn": True, "factor_32": 5}
+# oneDNN sums a row of K products in one chain, where MKL keeps up to 64 sums for few rows: up to
+# sqrt(64) times the rounding (measured: 2.9 at K = 3072 and 3.5 at K = 300 on 64 rows of Zen 5,
+# 6.7 at K = 255 on 3 rows of an Intel with AVX-512, where the probe does not choose oneDNN)
+ONEDNN: dict[str, Any] = {"is_onednn": True, "factor_32": 8}
 
 dropout_case = partial(
     Case, "dropout", fn=ops.dropout, reference=dropout_reference, make=rows_alone

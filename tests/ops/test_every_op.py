@@ -232,7 +232,10 @@ def _keep_num_threads():
 @every_case
 @pytest.mark.usefixtures("_keep_num_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_run_gives_the_same_bits(case, dtype):
+def test_every_run_gives_the_same_bits(case, dtype, monkeypatch):
+    # MKL cuts a long sum among its threads on Intel CPUs, as F.linear alone shows; oneDNN does not
+    chosen = Probe(True, "chosen by the test")
+    monkeypatch.setattr(sys.modules["taut.ops.linear"], "probe", lambda: chosen)
     inputs, kwargs = case.inputs(LARGE, dtype), case.kwargs(LARGE)
     runs = []
     for num_threads in (2, 2, 1):
