@@ -30,7 +30,7 @@ def test_names_versions_features_and_the_form_of_every_op():
 
 def test_every_op_has_a_line_for_every_device():
     seen = {(line.op, line.device) for line in forms()}
-    names = ("dropout", "dropout_add_norm", "gelu", "mlp", "linear")
+    names = ("attention", "dropout", "dropout_add_norm", "gelu", "mlp", "linear")
     assert seen == {(op, device) for op in names for device in ("cpu", "cuda")}
     assert all(line.why for line in forms())
 

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from taut import ops
+from taut.ops.attention import attention_reference
 from taut.ops.dropout import dropout_reference
 from taut.ops.gelu import gelu_reference
 from taut.ops.linear import linear_reference
@@ -32,8 +33,11 @@ class Case:
     reference: Callable[..., Any]
     make: Callable[[Generator, Shape, torch.dtype], Inputs]
     options: dict[str, Any] = field(default_factory=dict)
+    # what wants no gradient, such as ids and offsets, by shape and device
+    also: Callable[[Shape, str], dict[str, Any]] | None = None
     p: float = 0.0
     has_ids: bool = True  # whether the dropout is given sample ids and positions
+    tokens_a_row: int = 1  # for attention, where sequences of one token would be no test
     least_width: int = 1
     is_onednn: bool = False  # which fp32 GEMM runs, whatever the probe would choose here
     factor_32: float = 2  # times the error of plain PyTorch, in fp32
@@ -42,21 +46,21 @@ class Case:
         return self.make(Generator().manual_seed(0), shape, dtype)
 
     def kwargs(self, shape: Shape, device: str = "cpu") -> dict[str, Any]:
-        if not self.p:
-            return self.options
-        return self.options | {"dropout": make_dropout(self.p, shape, self.has_ids, device)}
+        kwargs = self.options | (self.also(shape, device) if self.also else {})
+        if self.p:
+            kwargs = kwargs | {"dropout": self.dropout(shape, device)}
+        return kwargs
+
+    def dropout(self, shape: Shape, device: str) -> ops.Dropout:
+        if not self.has_ids:
+            return ops.Dropout(self.p, seed=2**62 + 5, step=3, site=2**31 + 1)
+        rows = self.tokens_a_row * num_rows(shape)
+        numbers = torch.randint(2**32, (rows, 2), generator=Generator().manual_seed(1))
+        sample_ids, positions = numbers.to(device).unbind(1)  # strided, too
+        return ops.Dropout(self.p, 7, 3, 5, sample_ids=sample_ids, positions=positions)
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
-
-
-def make_dropout(p: float, shape: Shape, has_ids: bool = True, device: str = "cpu") -> ops.Dropout:
-    if not has_ids:
-        return ops.Dropout(p, seed=2**62 + 5, step=3, site=2**31 + 1)
-    rows = torch.Size(shape[:-1]).numel()
-    numbers = torch.randint(2**32, (rows, 2), generator=Generator().manual_seed(1))
-    sample_ids, positions = numbers.to(device).unbind(1)  # strided, too
-    return ops.Dropout(p, 7, 3, 5, sample_ids=sample_ids, positions=positions)
 
 
 def randn(gen: Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -116,6 +120,33 @@ def mlp_inputs(
     return [None if name in without else t for name, t in named.items()]
 
 
+def num_rows(shape: Shape) -> int:
+    return torch.Size(shape[:-1]).numel()
+
+
+def attention_inputs(
+    gen: Generator, shape: Shape, dtype: torch.dtype, kv_heads: int = 2, more_keys: int = 0
+) -> Inputs:
+    """q, k, v of two heads."""
+    tokens, width = TOKENS_A_ROW * num_rows(shape), shape[-1]
+    keys = randn(gen, dtype, 2, tokens + more_keys, kv_heads, width)
+    return [randn(gen, dtype, tokens, 2, width), *keys]
+
+
+def offsets(total: int, device: str) -> Tensor:
+    """Four sequences, one of them without tokens."""
+    return torch.tensor([0, total // 3, total // 3, (total + 1) // 2, total], device=device).int()
+
+
+def self_offsets(shape: Shape, device: str) -> dict[str, Any]:
+    return {"cu_seqlens_q": offsets(TOKENS_A_ROW * num_rows(shape), device)}
+
+
+def cross_offsets(shape: Shape, device: str, more_keys: int) -> dict[str, Any]:
+    cu_seqlens_k = offsets(TOKENS_A_ROW * num_rows(shape) + more_keys, device).flip(0)
+    return self_offsets(shape, device) | {"cu_seqlens_k": cu_seqlens_k[0] - cu_seqlens_k}
+
+
 def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
     """dropout_add_norm with its fifth tensor among the inputs, whose gradients are looked at."""
 
@@ -126,12 +157,29 @@ def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 VECTORS = ("weight", "bias", "x_bias")
+TOKENS_A_ROW = 8
 RMS = {"kind": "rms"}
 # oneDNN sums a row of K products in one chain, where MKL keeps up to 64 sums for few rows: up to
 # sqrt(64) times the rounding (measured: 2.9 at K = 3072 and 3.5 at K = 300 on 64 rows of Zen 5,
 # 6.7 at K = 255 on 3 rows of an Intel with AVX-512, where the probe does not choose oneDNN)
 ONEDNN: dict[str, Any] = {"is_onednn": True, "factor_32": 8}
 
+attention_case = partial(
+    Case,
+    "attention",
+    fn=ops.attention,
+    reference=attention_reference,
+    make=attention_inputs,
+    also=self_offsets,
+    tokens_a_row=TOKENS_A_ROW,
+)
+CROSS: dict[str, Any] = {
+    "make": partial(attention_inputs, kv_heads=1, more_keys=5),
+    "also": partial(cross_offsets, more_keys=5),
+}
+# With dropout PyTorch keeps the probabilities p, and in dp - sum(dp * p) much of the rounding of dp
+# cancels. From the output alone it does not: measured up to 2.4 times, 6 for heads of one number.
+drops_case = partial(attention_case, factor_32=3, least_width=2)
 dropout_case = partial(
     Case, "dropout", fn=ops.dropout, reference=dropout_reference, make=rows_alone
 )
@@ -148,6 +196,11 @@ linear_case = partial(Case, "linear", fn=ops.linear, reference=linear_reference,
 mlp_case = partial(Case, "mlp", fn=ops.mlp, reference=mlp_reference, make=mlp_inputs)
 
 CASES = [
+    attention_case("self"),
+    drops_case("self, dropout", p=0.1),
+    drops_case("causal, by number", p=0.3, has_ids=False, options={"causal": True}),
+    attention_case("cross, one head of keys", **CROSS, options={"scale": 0.3}),
+    drops_case("cross, causal, dropout", **CROSS, p=0.1, options={"causal": True}),
     dropout_case("off"),
     dropout_case("on", p=0.1),
     dropout_case("by row", p=0.5, has_ids=False),

@@ -45,10 +45,55 @@ def refusals() -> Iterator[Refusal]:
             shape = rf"{op}: x must be shaped \(\.\.\., D\), D >= 1; got "
             yield refuse("scalar", partial(one_tensor, torch.ones(())), shape + r"\(\)")
             yield refuse("no columns", partial(one_tensor, torch.ones(2, 0)), shape + r"\(2, 0\)")
+    yield from attention_refusals()
     yield from norm_refusals(x, vector)
     yield from linear_refusals(x)
     yield from mlp_refusals(x)
     yield from dropout_refusals(x)
+
+
+def attention_refusals() -> Iterator[Refusal]:
+    op = "attention"
+    q, k, cu_seqlens = torch.ones(5, 4, 8), torch.ones(7, 2, 8), torch.tensor([0, 2, 5]).int()
+
+    def refuse(name: str, sentence: str, *args: Any, **kwargs: Any) -> Refusal:
+        return Refusal(op, name, lambda: ops.attention(*args, **kwargs), f"{op}: {sentence}")
+
+    yield refuse("integers", "q must be a dense .*; got torch.int64", q.long(), q, q, cu_seqlens)
+    yield refuse("device", ELSEWHERE + "v is on meta", q, q, q.to("meta"), cu_seqlens)
+    shapes = r"q must be \(Tq, H, E\), k and v \(Tk, K, E\), of one dtype; got q "
+    for name, tensors, shown in (
+        ("flat", (q[0], q, q), r"\(4, 8\)"),
+        ("widths", (q, q[..., 1:], q[..., 1:]), r"\(5, 4, 8\) .* k \(5, 4, 7\)"),
+        ("no width", (q[..., :0],) * 3, r"\(5, 4, 0\)"),
+        ("values", (q, k, k[1:]), r".* k \(7, 2, 8\) .* v \(6, 2, 8\)"),
+        ("dtypes", (q, q, q.bfloat16()), r".* v \(5, 4, 8\) torch.bfloat16"),
+    ):
+        yield refuse(name, shapes + shown, *tensors, cu_seqlens)
+    heads = "the heads of q must be a multiple of those of k; got "
+    yield refuse("heads", heads, q, *(torch.ones(5, 3, 8),) * 2, cu_seqlens)
+    yield refuse("no heads", heads, q, *(q[:, :0],) * 2, cu_seqlens)
+    for name, bad, shown in (
+        ("int64", cu_seqlens.long(), r"\(3,\) torch.int64"),
+        ("2-D", cu_seqlens[None], r"\(1, 3\)"),
+        ("no sequence", cu_seqlens[:1], r"\(1,\)"),
+        ("device", cu_seqlens.to("meta"), "on meta"),
+    ):
+        sentence = rf"cu_seqlens_q must hold B \+ 1 >= 2 offsets, int32 on cpu, .*; got .*{shown}"
+        yield refuse(f"offsets {name}", sentence, q, q, q, bad)
+    more = torch.tensor([0, 2, 5, 7]).int()
+    sentence = r"cu_seqlens_k must hold .* as many as cu_seqlens_q; got \(4,\)"
+    yield refuse("numbers of sequences", sentence, q, k, k, cu_seqlens, more)
+    for name, values in (("start", [1, 2, 5]), ("decrease", [0, 6, 5]), ("end", [0, 2, 4])):
+        bad = torch.tensor(values).int()
+        sentence = "cu_seqlens must start at 0, not decrease and end at 5 tokens; got "
+        yield refuse(f"offsets {name}", sentence, q, q, q, bad)
+        yield refuse(f"offsets of keys {name}", sentence, q, q, q, cu_seqlens, bad)
+    for name, length in (("positions", 4), ("key_positions", 6)):
+        dropout = ops.Dropout(0.1, 0, **{name: torch.arange(length)})
+        sentence = rf"dropout.{name} must hold one int64 per row on cpu; got \({length},\)"
+        args = (q, k, k, cu_seqlens, torch.tensor([0, 2, 7]).int())
+        yield refuse(name, sentence, *args, dropout=dropout)
 
 
 def norm_refusals(x: Tensor, vector: Tensor) -> Iterator[Refusal]:
@@ -152,6 +197,10 @@ def dropout_refusals(x: Tensor) -> Iterator[Refusal]:
         "p nan": ({"p": float("nan")}, r"p must lie in \[0, 1\); got nan"),
         "seed negative": ({"seed": -1}, r"seed must lie in \[0, 2\^63\); got -1"),
         "seed large": ({"seed": 2**63}, r"seed must lie in \[0, 2\^63\); got 9223372036854775808"),
+        "first_head": (
+            {"first_head": 2**30},
+            r"first_head must lie in \[0, 2\^30\); got 1073741824",
+        ),
         "step": ({"step": 2**32}, r"step must lie in \[0, 2\^32\); got 4294967296"),
         "site": ({"site": -1}, r"site must lie in \[0, 2\^32\); got -1"),
     }
@@ -175,6 +224,10 @@ def dropout_refusals(x: Tensor) -> Iterator[Refusal]:
                 fault = f"{name} {bad.dtype} {tuple(bad.shape)} {bad.device}"
                 dropout = ops.Dropout(0.1, 0, **{name: bad})
                 yield Refusal(op, fault, partial(form, dropout), sentence)
+        for name, value in (("key_positions", ids), ("first_head", 1)):
+            dropout = ops.Dropout(0.1, 0, **{name: value})
+            sentence = f"{op}: dropout.key_positions and first_head are for attention alone"
+            yield Refusal(op, name, partial(form, dropout), sentence)
 
 
 REFUSALS = list(refusals())

@@ -156,7 +156,8 @@ def off_by_one(x):
 
 
 def expanded(x):
-    return x[:1].expand(x.shape)
+    """Along the last dimension but one: the rows of a matrix, the heads of an attention."""
+    return x.narrow(max(x.dim() - 2, 0), 0, 1).expand(x.shape)
 
 
 LAYOUTS = [every_second, transposed, off_by_one, expanded]
@@ -299,12 +300,12 @@ def test_outputs_that_nobody_used_cost_no_zeros(case):
 @every_case
 def test_meta_tensors_give_the_shapes(case):
     shape = (3, 5, 7)
-    inputs = case.inputs(shape, torch.bfloat16)
-    kwargs = case.options | ({"dropout": ops.Dropout(case.p, 0)} if case.p else {})
+    inputs, kwargs = case.inputs(shape, torch.bfloat16), case.kwargs(shape)
     on_meta = [x if x is None else x.to("meta") for x in inputs]
     dy = [torch.randn_like(y) for y in as_tuple(case.fn(*inputs, **kwargs))]
     want = results(case.fn, wanting_gradients(inputs), kwargs, dy)
-    got = results(case.fn, wanting_gradients(on_meta), kwargs, [x.to("meta") for x in dy])
+    meta_kwargs = case.kwargs(shape, "meta")
+    got = results(case.fn, wanting_gradients(on_meta), meta_kwargs, [x.to("meta") for x in dy])
     for a, b in zip(got, want, strict=True):
         assert a.is_meta
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
@@ -331,6 +332,7 @@ def test_compiles_whole(case):
 
 
 INDUCTOR_CASES = [
+    "attention: cross, causal, dropout",
     "dropout: on",
     "dropout_add_norm: layer, sum",
     "gelu: erf",
@@ -348,17 +350,19 @@ def test_compiles_with_inductor(case):
 @pytest.mark.usefixtures("_forget_compiled_code")
 @pytest.mark.parametrize("is_built_inside", [True, False])
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("on", "layer, dropout", "gelu")], ids=str
+    "case",
+    [c for c in CASES if c.name in ("self, dropout", "on", "layer, dropout", "gelu")],
+    ids=str,
 )
 def test_a_new_step_compiles_nothing_new(case, is_built_inside):
-    inputs = wanting_gradients(case.inputs((4, 6)))
+    inputs, kwargs = wanting_gradients(case.inputs((4, 6))), case.kwargs((4, 6))
 
     def dropout_at(step):
         return ops.Dropout(0.3, 2**40 + 1, step)
 
     def run(dropout):
         dropout = dropout if isinstance(dropout, ops.Dropout) else dropout_at(dropout)
-        return case.fn(*inputs, **case.options, dropout=dropout)
+        return case.fn(*inputs, **(kwargs | {"dropout": dropout}))
 
     counter = CompileCounter()
     compiled = torch.compile(run, fullgraph=True, backend=counter)
@@ -376,7 +380,7 @@ def test_a_dropout_too_small_to_count_drops_nothing(case):
     shape = (3, 5)
     inputs = case.inputs(shape)
     got, want = (
-        results(case.fn, wanting_gradients(inputs), case.options | {"dropout": dropout})
+        results(case.fn, wanting_gradients(inputs), case.kwargs(shape) | {"dropout": dropout})
         for dropout in (ops.Dropout(2.0**-26, 0), None)
     )
     assert_same_bits(got, want)

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from taut.ops import native
+from taut.ops import Dropout, native
+from taut.ops.attention import attention_reference
 from taut.ops.mlp import ACTIVATIONS
 from taut.ops.mlp import _composite_bwd as activation_bwd
 from taut.ops.norm import _composite_bwd as norm_bwd
@@ -17,6 +18,14 @@ from taut.ops.random import keep_mask
 BUILDS = {
     build: folder for folder in native.library_folders() for build in native.runnable_builds(folder)
 }
+KEYED = Dropout(
+    0.1,
+    5,
+    sample_ids=torch.arange(120),
+    positions=torch.arange(120),
+    key_positions=torch.arange(620) + 3,
+    first_head=1,
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -59,6 +68,25 @@ def test_every_build_breaks_ties_as_the_reference_does():
     want = keep_mask(shape, torch.device("cpu"), *arguments)
     assert not torch.equal(want, keep_mask(shape, torch.device("cpu"), *low))
     assert torch.equal(native.dropout(torch.ones(shape), arguments) != 0, want)
+
+
+@every_build
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_build_attends_the_same(causal, dtype):
+    """Twice around the keys that are packed at a time, and odd numbers everywhere."""
+    gen = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(120, 4, 21, generator=gen).to(dtype) for _ in range(2))
+    k, v = (torch.randn(620, 2, 21, generator=gen).to(dtype) for _ in range(2))
+    offsets = [torch.tensor(x).int() for x in ([0, 37, 37, 120], [0, 15, 20, 620])]
+    where = (0.1, 5, 0, 0, torch.arange(120), torch.arange(120), torch.arange(620) + 3, 1)
+    arguments = (*offsets, causal, 0.2, *where)
+    out, lse = native.attention_fwd(q, k, v, *arguments)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    want = attention_reference(*leaves, *offsets, causal=causal, scale=0.2, dropout=KEYED)
+    close([out], [want], dtype)
+    grads = native.attention_bwd(dout, q, k, v, out, lse, *arguments)
+    close(grads, torch.autograd.grad(want, leaves, dout.double()), dtype)
 
 
 @every_build

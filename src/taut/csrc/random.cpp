@@ -10,9 +10,8 @@ INLINE uint64_t wide(uint32_t a, uint32_t b) { return (uint64_t)a * b; }
 struct Row {
   uint32_t key0, key1, first, second0, second2, third;
 
-  Row(const Dropout& d, int64_t row, uint32_t plane) : key0(d.key0), key1(d.key1) {
-    const uint32_t sample = d.sample_ids ? d.sample_ids[row] : 0;
-    const uint32_t position = d.positions ? d.positions[row] : row;
+  Row(const Dropout& d, uint32_t position, uint32_t sample, uint32_t plane)
+      : key0(d.key0), key1(d.key1) {
     const uint64_t p1 = wide(plane, M1);
     const uint64_t p0 = wide((uint32_t)(p1 >> 32) ^ position ^ key0, M0);
     first = sample ^ key1;
@@ -39,6 +38,12 @@ struct Row {
   }
 };
 
+// The lower halves of u for the two decisions of the word before this one.
+INLINE uint32_t hash(uint32_t word) {
+  word *= W0;
+  return word ^ word >> 15;
+}
+
 // Where the upper half of u equals that of the threshold, one time in 2^16, the lower one decides.
 __attribute__((noinline, cold)) static void break_ties(const Row& row, uint32_t threshold, int64_t tile,
                                                        uint16_t* bits) {
@@ -46,8 +51,7 @@ __attribute__((noinline, cold)) static void break_ties(const Row& row, uint32_t 
     uint32_t u[WORDS];
     row.words(16 * tile + lane, u);
     for (int w = 0; w < WORDS; ++w) {
-      uint32_t lower = u[(w + 1) % WORDS] * W0;
-      lower ^= lower >> 15;
+      const uint32_t lower = hash(u[(w + 1) % WORDS]);
       for (int h = 0; h < 2; ++h) {
         const int column = 32 * w + 2 * lane + h;
         if ((u[w] >> 16 * h & 0xffff) == threshold >> 16 &&
@@ -138,19 +142,78 @@ INLINE bool draw_tiles(const Row& row, uint32_t threshold, int64_t tile, uint16_
 
 #endif
 
-void draw(const Dropout& d, int64_t row, int64_t width, uint16_t* bits, uint32_t plane) {
+static void draw_row(const Row& counters, uint32_t threshold, int64_t first_tile, int64_t tiles,
+                     uint16_t* bits) {
+  for (int64_t tile = 0; tile < tiles;) {
+    const int64_t count = tiles - tile > 1 ? 2 : 1, at = first_tile + tile;
+    uint16_t* to = bits + tile * TILE_WORDS;
+    const bool ties = count == 2 ? draw_tiles<2>(counters, threshold, at, to)
+                                 : draw_tiles<1>(counters, threshold, at, to);
+    if (__builtin_expect(ties, 0))
+      for (int64_t i = 0; i < count; ++i) break_ties(counters, threshold, at + i, to + i * TILE_WORDS);
+    tile += count;
+  }
+}
+
+void draw(const Dropout& d, int64_t row, int64_t width, uint16_t* bits) {
   if (!d.threshold) {
     std::memset(bits, 0xff, bits_size(width) * sizeof(*bits));
     return;
   }
-  const Row counters(d, row, plane);
-  const int64_t tiles = bits_size(width) / TILE_WORDS;
-  for (int64_t tile = 0; tile < tiles;) {
-    const int64_t count = tiles - tile > 1 ? 2 : 1;
-    uint16_t* at = bits + tile * TILE_WORDS;
-    const bool ties = count == 2 ? draw_tiles<2>(counters, d.threshold, tile, at)
-                                 : draw_tiles<1>(counters, d.threshold, tile, at);
-    for (int64_t end = tile + count; tile < end; ++tile)
-      if (__builtin_expect(ties, 0)) break_ties(counters, d.threshold, tile, bits + tile * TILE_WORDS);
+  const Row counters(d, d.positions ? d.positions[row] : row, d.sample_ids ? d.sample_ids[row] : 0, 0);
+  draw_row(counters, d.threshold, 0, bits_size(width) / TILE_WORDS, bits);
+}
+
+static bool are_consecutive(const int64_t* positions, int64_t count) {
+  for (int64_t i = 1; i < count; ++i)
+    if (positions[i] != positions[0] + i) return false;
+  return true;
+}
+
+std::vector<KeyBlock> key_blocks(const int64_t* positions, int64_t index, int64_t count) {
+  if (!positions) return {{(uint32_t)index, count, nullptr}};
+  positions += index;
+  if (are_consecutive(positions, count)) return {{(uint32_t)*positions, count, nullptr}};
+  std::vector<KeyBlock> blocks;
+  for (int64_t i = 0; i < count; i += DRAW_COLUMNS, positions += DRAW_COLUMNS) {
+    const int64_t here = std::min(DRAW_COLUMNS, count - i);
+    blocks.push_back({(uint32_t)*positions, here, are_consecutive(positions, here) ? nullptr : positions});
+  }
+  return blocks;
+}
+
+// Key by key: each takes a whole counter.
+static void draw_scattered(const Row& counters, uint32_t threshold, const KeyBlock& keys, uint16_t* bits) {
+  std::memset(bits, 0, bits_size(keys.count) * sizeof(*bits));
+  for (int64_t i = 0; i < keys.count; ++i) {
+    const uint32_t column = keys.positions[i], inside = column % DRAW_COLUMNS;
+    uint32_t u[WORDS];
+    counters.words(column / DRAW_COLUMNS * 16 + inside % 32 / 2, u);
+    const int w = inside / 32, shift = 16 * (inside % 2);
+    const uint32_t decision = (u[w] >> shift) << 16 | (hash(u[(w + 1) % WORDS]) >> shift & 0xffff);
+    bits[i / LANES] |= (decision >= threshold) << i % LANES;
+  }
+}
+
+void draw_keys(const Dropout& d, uint32_t position, uint32_t sample, uint32_t plane,
+               const std::vector<KeyBlock>& keys, uint16_t* bits) {
+  const Row counters(d, position, sample, plane);
+  for (const KeyBlock& block : keys) {
+    const int64_t words = bits_size(block.count), tiles = words / TILE_WORDS;
+    const int64_t shift = block.first % DRAW_COLUMNS;
+    if (block.positions) {
+      draw_scattered(counters, d.threshold, block, bits);
+    } else if (!shift) {
+      draw_row(counters, d.threshold, block.first / DRAW_COLUMNS, tiles, bits);
+    } else {
+      uint16_t all[(KEY_SPAN / DRAW_COLUMNS + 1) * TILE_WORDS + 1];
+      draw_row(counters, d.threshold, block.first / DRAW_COLUMNS, tiles + 1, all);
+      for (int64_t w = 0; w < words; ++w) {  // the last word has bits of the first one past its end
+        uint32_t two;
+        std::memcpy(&two, all + shift / LANES + w, sizeof(two));
+        bits[w] = two >> shift % LANES;
+      }
+    }
+    bits += words;
   }
 }

@@ -190,12 +190,14 @@ INLINE void store(f16* p, F v, N n) {
 #if defined(__AVX512F__)
 typedef __mmask16 Keep;
 INLINE F select(Keep keep, F v) { return (F)_mm512_maskz_mov_ps(keep, (__m512)v); }
+INLINE F blend(Keep keep, F v, F other) { return (F)_mm512_mask_mov_ps((__m512)other, keep, (__m512)v); }
 INLINE Keep at_least(F a, F b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
 INLINE uint16_t pack_bits(Keep keep) { return keep; }
 INLINE Keep unpack_bits(uint16_t bits) { return bits; }
 #else
 typedef I Keep;
 INLINE F select(Keep keep, F v) { return (F)((I)v & keep); }
+INLINE F blend(Keep keep, F v, F other) { return (F)(((I)v & keep) | ((I)other & ~keep)); }
 INLINE Keep at_least(F a, F b) { return a >= b; }
 INLINE uint16_t pack_bits(Keep keep) {
   uint16_t bits = 0;

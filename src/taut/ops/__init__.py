@@ -1,5 +1,6 @@
 """Fused and memory-saving ops. Each is one function; the device of its tensors picks the form."""
 
+from .attention import attention
 from .dropout import dropout
 from .gelu import gelu
 from .linear import linear
@@ -7,4 +8,4 @@ from .mlp import mlp
 from .norm import dropout_add_norm
 from .random import Dropout
 
-__all__ = ["Dropout", "dropout", "dropout_add_norm", "gelu", "linear", "mlp"]
+__all__ = ["Dropout", "attention", "dropout", "dropout_add_norm", "gelu", "linear", "mlp"]

@@ -1,5 +1,7 @@
 """What every public op refuses, in one sentence each."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -57,3 +59,15 @@ def check_linear(op: str, width: int, dtype: torch.dtype, **parameters: Tensor |
     for name, t in parameters.items():
         if t is not None and t.dtype != dtype:
             raise ValueError(f"{op}: {name} must have the dtype of x, {dtype}; got {t.dtype}")
+
+
+def check_offsets(op: str, cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """cu_seqlens as what reads it may trust it. It looks at values: not for a GPU's hot path."""
+    offsets = cu_seqlens.tolist()
+    smallest = min(end - start for start, end in pairwise(offsets))
+    if offsets[0] != 0 or offsets[-1] != tokens or smallest < 0:
+        raise ValueError(
+            f"{op}: cu_seqlens must start at 0, not decrease and end at {tokens} tokens; got "
+            f"{offsets[0]} to {offsets[-1]} with a smallest step of {smallest}"
+        )
+    return offsets

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_offsets
 from .random import derive_key, keep_scale, threshold
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of with_storage in vec.h
-_BUILDS = {4: "v4", 3: "v3", 0: "generic"}  # what taut_cpu_level returns -> libtaut_<build>.so
+# what taut_cpu_level returns -> libtaut_<build>.so
+_BUILDS = {5: "amx", 4: "v4", 3: "v3", 0: "generic"}
 
 
 class _Dropout(Structure):  # csrc/random.h
@@ -67,7 +69,26 @@ class _Activation(Structure):  # csrc/mlp.cpp
     )
 
 
+class _Heads(Structure):  # csrc/attention.h
+    _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64))
+
+
+class _Attention(Structure):  # csrc/attention.h
+    _fields_ = (
+        *((name, c_int64) for name in ("sequences", "heads", "kv_heads", "width")),
+        *((name, c_void_p) for name in ("cu_q", "cu_k")),
+        *((name, _Heads) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
+        ("lse", c_void_p),
+        ("scale", c_float),
+        ("causal", c_int32),
+        ("key_positions", c_void_p),
+        ("first_head", c_uint32),
+    )
+
+
 _SIGNATURES = {
+    "taut_attention_fwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
+    "taut_attention_bwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
     "taut_dropout": (c_int32, c_int64, c_int64, c_void_p, c_void_p, POINTER(_Dropout)),
     "taut_norm_fwd": (c_int32, POINTER(_NormFwd), POINTER(_Dropout)),
     "taut_norm_bwd": (c_int32, POINTER(_NormBwd), POINTER(_Dropout)),
@@ -315,3 +336,62 @@ def column_sum(x: Tensor) -> Tensor:
     total = x.new_empty(x.shape[-1], dtype=torch.float32)
     library.taut_column_sum(_DTYPES[x.dtype], *_rows(x), _pointer(x), _pointer(total))
     return total
+
+
+def _offsets(cu_seqlens: Tensor, tokens: int) -> int | None:
+    check_offsets("attention", cu_seqlens, tokens)
+    return _pointer(cu_seqlens, torch.int32)
+
+
+def _heads(t: Tensor, dtype: torch.dtype) -> _Heads:
+    assert t.is_cpu, t.device
+    assert t.stride(-1) == 1, t.stride()
+    assert t.dtype == dtype, (t.dtype, dtype)
+    return _Heads(t.data_ptr(), t.stride(0), t.stride(1))
+
+
+def _attention(
+    heads: dict[str, Tensor],
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool,
+    scale: float,
+    *arguments: Any,
+) -> tuple[_Attention, _Dropout]:
+    q, k = heads["q"], heads["k"]
+    *where, key_positions, first_head = arguments
+    a = _Attention(
+        cu_seqlens_q.shape[0] - 1,
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        _offsets(cu_seqlens_q, q.shape[0]),
+        _offsets(cu_seqlens_k, k.shape[0]),
+        lse=_pointer(lse, torch.float32),
+        scale=scale,
+        causal=causal,
+        key_positions=_pointer(key_positions, torch.int64),
+        first_head=first_head,
+        **{name: _heads(t, q.dtype) for name, t in heads.items()},
+    )
+    return a, _dropout(where)
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    assert library is not None
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    a, d = _attention({"q": q, "k": k, "v": v, "out": out}, lse, *arguments)
+    library.taut_attention_fwd(_DTYPES[q.dtype], byref(a), byref(d))
+    return out, lse
+
+
+def attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert library is not None
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    heads = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    a, d = _attention(heads, lse, *arguments)
+    library.taut_attention_bwd(_DTYPES[q.dtype], byref(a), byref(d))
+    return dq, dk, dv

@@ -36,6 +36,10 @@ class Dropout:
 
     site numbers the dropouts of a model; sample_ids and positions (one per row, int64) say which
     token a row is. Without them every row belongs to sample 0 and its position is its row number.
+
+    In attention rows are queries. There, without positions and sample ids, a query or key is known
+    by its number in its sequence, and a sequence by its number. key_positions (one per key, int64)
+    and first_head say what the keys and the heads of this call are where it sees a part of them.
     """
 
     p: float  # probability of a zero, rounded to a multiple of 2^-24
@@ -44,47 +48,66 @@ class Dropout:
     site: int = 0
     sample_ids: Tensor | None = None  # (T,), 0 <= id < 2^32
     positions: Tensor | None = None  # (T,)
+    key_positions: Tensor | None = None  # (Tk,)
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p < 1.0:
             raise ValueError(f"dropout: p must lie in [0, 1); got {self.p}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"dropout: seed must lie in [0, 2^63); got {self.seed}")
-        for name in ("step", "site"):
-            if not 0 <= getattr(self, name) < 2**32:
+        for name, bits in (("seed", 63), ("step", 32), ("site", 32), ("first_head", 30)):
+            if not 0 <= getattr(self, name) < 2**bits:
                 raise ValueError(
-                    f"dropout: {name} must lie in [0, 2^32); got {getattr(self, name)}"
+                    f"dropout: {name} must lie in [0, 2^{bits}); got {getattr(self, name)}"
                 )
 
-    def check(self, op: str, x: Tensor) -> None:
-        """Refuse coordinates that do not describe the rows of x, (..., D)."""
-        rows = x.shape[:-1].numel()
-        for name in ("sample_ids", "positions"):
-            ids = getattr(self, name)
-            if ids is not None and (
-                ids.numel() != rows or ids.dtype != torch.int64 or ids.device != x.device
-            ):
-                raise ValueError(
-                    f"{op}: dropout.{name} must hold one int64 per row on {x.device}; got "
-                    f"{tuple(ids.shape)} {ids.dtype} on {ids.device} for {rows} rows"
-                )
+    def _coordinates(self, op: str, name: str, rows: int, device: torch.device) -> Tensor | None:
+        """The ids of as many rows as there are, flat."""
+        ids = getattr(self, name)
+        if ids is None:
+            return None
+        if ids.numel() != rows or ids.dtype != torch.int64 or ids.device != device:
+            raise ValueError(
+                f"{op}: dropout.{name} must hold one int64 per row on {device}; got "
+                f"{tuple(ids.shape)} {ids.dtype} on {ids.device} for {rows} rows"
+            )
+        return ids.reshape(-1).contiguous()
+
+    def arguments(self, op: str, rows: int, device: torch.device) -> tuple[Any, ...]:
+        ids, positions = (
+            self._coordinates(op, name, rows, device) for name in ("sample_ids", "positions")
+        )
+        return self.p, self.seed, self.step, self.site, ids, positions
+
+    def key_arguments(self, op: str, keys: int, device: torch.device) -> tuple[Any, ...]:
+        return self._coordinates(op, "key_positions", keys, device), self.first_head
 
 
 # What every op with a dropout takes at the end of its schema, and the arguments that fill it.
 SCHEMA = "float p, SymInt seed, SymInt step, SymInt site, Tensor? sample_ids, Tensor? positions"
 NO_DROPOUT = (0.0, 0, 0, 0, None, None)
+# What an attention takes after it.
+KEYS_SCHEMA = "Tensor? key_positions, SymInt first_head"
 
 
 def op_arguments(op: str, dropout: Dropout | None, x: Tensor) -> tuple[Any, ...]:
-    """The arguments of SCHEMA, checked against the rows of x."""
+    """The arguments of SCHEMA, checked against the rows of x, (..., D)."""
     if dropout is None or threshold(dropout.p) == 0:
         return NO_DROPOUT
-    dropout.check(op, x)
-    ids, positions = (
-        t if t is None else t.reshape(-1).contiguous()
-        for t in (dropout.sample_ids, dropout.positions)
+    if dropout.key_positions is not None or dropout.first_head:
+        raise ValueError(f"{op}: dropout.key_positions and first_head are for attention alone")
+    return dropout.arguments(op, x.shape[:-1].numel(), x.device)
+
+
+def attention_arguments(
+    op: str, dropout: Dropout | None, queries: Tensor, keys: Tensor
+) -> tuple[Any, ...]:
+    """The arguments of SCHEMA and KEYS_SCHEMA for (tokens, heads, width)."""
+    if dropout is None or threshold(dropout.p) == 0:
+        return (*NO_DROPOUT, None, 0)
+    return (
+        *dropout.arguments(op, queries.shape[0], queries.device),
+        *dropout.key_arguments(op, keys.shape[0], keys.device),
     )
-    return (dropout.p, dropout.seed, dropout.step, dropout.site, ids, positions)
 
 
 def philox(counter: Sequence[Any], key: Sequence[int], rounds: int = ROUNDS) -> tuple[Any, ...]:
@@ -123,6 +146,30 @@ def keep_scale(p: float) -> float:
     return 2**32 / (2**32 - threshold(p))
 
 
+def _decide(
+    width: int,
+    position: Tensor,
+    plane: Tensor | int,
+    sample: Tensor,
+    p: float,
+    key: tuple[int, int],
+) -> Tensor:
+    """The decisions, True = kept, for the first `width` columns: a last axis is added."""
+    tiles = -(-width // TILE)
+    lanes = torch.arange(16 * tiles, device=position.device)
+    plane = plane if isinstance(plane, int) else plane[..., None]
+    counter = (lanes, position[..., None] & _LOW, plane, sample[..., None] & _LOW)
+    words = torch.broadcast_tensors(*philox(counter, key))
+
+    def halves(words: Sequence[Tensor]) -> Tensor:
+        both = torch.stack([torch.stack([w & 0xFFFF, w >> 16], -1) for w in words], -3)
+        tiled = both.unflatten(-2, (tiles, 16))  # (..., word, tile, lane, half)
+        return tiled.movedim(-4, -3).flatten(-4)[..., :width]
+
+    upper, lower = halves(words), halves([tie_break(w) for w in (*words[1:], words[0])])
+    return (upper << 16 | lower) >= threshold(p)
+
+
 def keep_mask(
     shape: Sequence[int],
     device: torch.device,
@@ -134,24 +181,32 @@ def keep_mask(
     positions: Tensor | None = None,
 ) -> Tensor:
     """The decisions, True = kept, for rows of features shaped (..., D)."""
-    width = shape[-1]
     rows = torch.Size(shape[:-1]).numel()
     if positions is None:
         positions = torch.arange(rows, device=device)
     if sample_ids is None:
         sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
-    tiles = -(-width // TILE)
-    lanes = torch.arange(16 * tiles, device=device)
-    counter = (lanes, positions.view(-1, 1) & _LOW, 0, sample_ids.view(-1, 1) & _LOW)
-    words = torch.broadcast_tensors(*philox(counter, derive_key(seed, step, site)))
+    key = derive_key(seed, step, site)
+    keep = _decide(shape[-1], positions.flatten(), 0, sample_ids.flatten(), p, key)
+    return keep.expand(rows, shape[-1]).reshape(shape)
 
-    def halves(words: Sequence[Tensor]) -> Tensor:
-        both = torch.stack([torch.stack([w & 0xFFFF, w >> 16], -1) for w in words])
-        return both.view(4, -1, tiles, 32).permute(1, 2, 0, 3).reshape(-1, TILE * tiles)[:, :width]
 
-    upper, lower = halves(words), halves([tie_break(w) for w in (*words[1:], words[0])])
-    keep = (upper << 16 | lower) >= threshold(p)
-    return keep.expand(rows, width).reshape(shape)
+def keep_heads(
+    num_heads: int,
+    first_head: int,
+    sample_ids: Tensor,  # (queries,)
+    positions: Tensor,  # (queries,)
+    key_positions: Tensor,  # (keys,)
+    p: float,
+    seed: int,
+    step: int,
+    site: int,
+) -> Tensor:
+    """The decisions, True = kept, for the probabilities of an attention, (heads, queries, keys)."""
+    plane = torch.arange(num_heads, device=positions.device)[:, None] + 1 + first_head
+    width = int(key_positions.max()) + 1
+    keep = _decide(width, positions, plane, sample_ids, p, derive_key(seed, step, site))
+    return keep[..., key_positions]
 
 
 def apply_dropout(x: Tensor, p: float, *coordinates: Any) -> Tensor:
