@@ -156,6 +156,29 @@ def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
     return norm
 
 
+def after_norm(norm: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:
+    """form on a norm's output; ours keeps x-hat in its place."""
+
+    def run(x, norm_weight, norm_bias, *weights, **kwargs):
+        if norm is dropout_add_norm_reference:
+            return form(norm(x, None, norm_weight, norm_bias), *weights, **kwargs)
+        y, xhat = norm(x, None, norm_weight, norm_bias, return_xhat=True)
+        return form(y, *weights, normed=(xhat, norm_weight, norm_bias), **kwargs)
+
+    return run
+
+
+def after_norm_inputs(
+    gen: Generator,
+    shape: Shape,
+    dtype: torch.dtype,
+    make: Callable[[Generator, Shape, torch.dtype], Inputs],
+) -> Inputs:
+    x, *weights = make(gen, shape, dtype)
+    assert x is not None
+    return [x, randn(gen, dtype, x.shape[-1]), randn(gen, dtype, x.shape[-1]), *weights]
+
+
 VECTORS = ("weight", "bias", "x_bias")
 TOKENS_A_ROW = 8
 RMS = {"kind": "rms"}
@@ -223,6 +246,20 @@ CASES = [
     linear_case("bias"),
     linear_case("no bias", make=partial(linear_inputs, without=("bias",))),
     linear_case("bias, oneDNN", **ONEDNN),
+    linear_case(
+        "after a norm",
+        fn=after_norm(ops.dropout_add_norm, ops.linear),
+        reference=after_norm(dropout_add_norm_reference, linear_reference),
+        make=partial(after_norm_inputs, make=linear_inputs),
+        least_width=2,
+    ),
+    mlp_case(
+        "after a norm",
+        fn=after_norm(ops.dropout_add_norm, ops.mlp),
+        reference=after_norm(dropout_add_norm_reference, mlp_reference),
+        make=partial(after_norm_inputs, make=mlp_inputs),
+        p=0.1,
+    ),
     mlp_case("no biases", make=partial(mlp_inputs, without=("b1", "b2"))),
     mlp_case("oneDNN", p=0.1, **ONEDNN),
     *(

@@ -142,6 +142,10 @@ def linear_refusals(x: Tensor) -> Iterator[Refusal]:
         weight,
         weight[:, 0].double(),
     )
+    unlike = r"these must be alike in shape and dtype: x \(2, 4\) torch.float32, xhat "
+    yield refuse("xhat", unlike + r"\(1, 4\)", x, weight, normed=(x[:1], None, None))
+    sentence = r"weight must be shaped \(4,\); got \(3,\)"
+    yield refuse("norm", sentence, x, weight, normed=(x, x[0, :3], None))
     buffer = r"weight_grad must be a \(3, 4\) buffer of torch.float32 or float32 .*got "
     for name, bad, shown in (
         ("shape", torch.zeros(4, 3), r"\(4, 3\)"),

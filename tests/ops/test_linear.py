@@ -114,6 +114,19 @@ def test_compiled_code_adds_to_the_buffer_too():
     torch.testing.assert_close(buffer, 2 * weight.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_after_a_norm_keeps_nothing_of_its_own(dtype):
+    x, weight = torch.randn(20, 30, dtype=dtype), torch.randn(10, 30, dtype=dtype)
+    vectors = [torch.nn.Parameter(torch.randn(30)) for _ in range(2)]
+
+    def run(x, weight):
+        y, xhat = ops.dropout_add_norm(x, x, *vectors, return_xhat=True)
+        assert not xhat.requires_grad
+        return ops.linear(y, weight, normed=(xhat, *vectors))
+
+    assert saved_bytes(run, x, torch.nn.Parameter(weight)) == x.nbytes + 4 * 20
+
+
 def test_keeps_its_input():
     x, weight, bias = randn(20, 30), nn.Parameter(randn(10, 30)), nn.Parameter(randn(10))
     assert saved_bytes(ops.linear, x, weight, bias) == x.nbytes

@@ -2,9 +2,11 @@
 
     dx = dy weight,   dweight = dy^T x,   dbias = sum over rows of dy
 
-Saves x. PyTorch hands fp32 GEMMs on CPU to MKL, which takes its AVX2 path on AMD; oneDNN, which the
-same wheel carries, is about twice as fast there. A probe times both once per process and takes
-oneDNN where it wins clearly; `taut info` shows what it found. bf16 goes to oneDNN in any case.
+Saves x; where x is a norm's output, x-hat in its place, which the norm keeps anyway.
+
+PyTorch hands fp32 GEMMs on CPU to MKL, which takes its AVX2 path on AMD; oneDNN, which the same
+wheel carries, is about twice as fast there. A probe times both once per process and takes oneDNN
+where it wins clearly; `taut info` shows what it found. bf16 goes to oneDNN in any case.
 """
 
 import math
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +22,15 @@ from torch.nn import functional as F
 
 from . import native
 from .autograd import register_autograd
-from .checks import check_floating, check_linear, check_rows
+from .checks import check_alike, check_floating, check_linear, check_rows, check_vector
+
+# The x-hat, weight and bias of the norm that made an input.
+NORMED_SCHEMA = "Tensor? xhat, Tensor? norm_weight, Tensor? norm_bias"
+Normed = tuple[Tensor, Tensor | None, Tensor | None]
 
 torch.library.define(
-    "taut::linear_fwd", "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_grad) -> Tensor"
+    "taut::linear_fwd",
+    f"(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_grad, {NORMED_SCHEMA}) -> Tensor",
 )
 torch.library.define("taut::linear_dgrad", "(Tensor dy, Tensor weight) -> Tensor")
 torch.library.define("taut::linear_wgrad", "(Tensor dy, Tensor x) -> Tensor")
@@ -92,9 +100,7 @@ def _takes_onednn(*tensors: Tensor | None) -> bool:
     return tensors[0] is not None and tensors[0].is_cpu and probe().use_onednn
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, _weight_grad: Tensor | None = None
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *_for_backward: Any) -> Tensor:
     """x weight^T + bias by the fastest correct GEMM. For the insides of ops: no autograd."""
     form = _onednn if _takes_onednn(x, weight, bias) else F.linear
     return form(x, weight, bias)
@@ -123,6 +129,26 @@ def wgrad_(total: Tensor, dy: Tensor, x: Tensor) -> None:
         total.add_(wgrad(dy, x))
 
 
+def rebuilt(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A norm's output from its x-hat, rounded once."""
+    if weight is None:
+        return xhat if bias is None else (xhat + bias).to(xhat.dtype)
+    if bias is None:
+        return (xhat * weight).to(xhat.dtype)
+    return torch.addcmul(bias, xhat, weight).to(xhat.dtype)
+
+
+def normed_arguments(op: str, normed: Normed | None, x: Tensor) -> tuple[Tensor | None, ...]:
+    """The arguments of NORMED_SCHEMA, checked against the norm's output."""
+    if normed is None:
+        return None, None, None
+    xhat, weight, bias = normed
+    check_floating(op, x=x, xhat=xhat, weight=weight, bias=bias)
+    check_alike(op, x=x, xhat=xhat)
+    check_vector(op, x.shape[-1], weight=weight, bias=bias)
+    return xhat.contiguous(), weight, bias
+
+
 def column_sum(x: Tensor) -> Tensor:
     """The sum of all rows of x, accumulated in fp32 (float64 for float64)."""
     if x.is_cpu and native.takes(x):
@@ -141,7 +167,7 @@ for _name, _form in (
 
 
 @torch.library.register_fake("taut::linear_fwd")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, *_arguments: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -166,16 +192,18 @@ def _(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, weight_grad = inputs
-    ctx.save_for_backward(x, weight)
+    x, weight, bias, weight_grad, *normed = inputs
+    ctx.save_for_backward(weight, x if normed[0] is None else None, *normed)
     ctx.weight_grad = weight_grad  # not a saved tensor: other uses of the weight add to it first
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx, dy):
-    x, weight = ctx.saved_tensors
-    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    weight, x, *normed = ctx.saved_tensors
+    need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
+    if need_weight and x is None:
+        x = rebuilt(*normed)
     dx = torch.ops.taut.linear_dgrad(dy, weight) if need_x else None
     dweight = dbias = None
     if need_weight and ctx.weight_grad is not None:
@@ -184,7 +212,7 @@ def _backward(ctx, dy):
         dweight = torch.ops.taut.linear_wgrad(dy, x)
     if need_bias:
         dbias = torch.ops.taut.column_sum(dy).to(ctx.bias_dtype)
-    return dx, dweight, dbias, None
+    return dx, dweight, dbias, *(None,) * 4
 
 
 register_autograd("linear_fwd", _backward, _setup_context)
@@ -196,11 +224,14 @@ def linear(
     bias: Tensor | None = None,
     *,
     weight_grad: Tensor | None = None,
+    normed: Normed | None = None,
 ) -> Tensor:
     """x weight^T + bias. x: (..., D), weight: (F, D), bias: (F,), all of one dtype.
 
     weight_grad: a buffer shaped like the weight, of its dtype or float32. The backward pass adds
     the gradient of the weight to it and gives autograd none, so that accumulation costs no tensor.
+    normed: where x is a norm's output, its x-hat, weight and bias: x-hat is kept in the place of x,
+    which is rebuilt from it in the backward pass.
     """
     check_floating("linear", x=x, weight=weight, bias=bias, weight_grad=weight_grad)
     check_rows("linear", x=x)
@@ -215,4 +246,5 @@ def linear(
             f"float32 without a gradient of its own; got {tuple(weight_grad.shape)} "
             f"{weight_grad.dtype}, requires_grad={weight_grad.requires_grad}"
         )
-    return torch.ops.taut.linear_fwd(x.contiguous(), weight.contiguous(), bias, weight_grad)
+    kept = normed_arguments("linear", normed, x)
+    return torch.ops.taut.linear_fwd(x.contiguous(), weight.contiguous(), bias, weight_grad, *kept)

@@ -6,8 +6,9 @@
     gelu, gelu_tanh, relu, silu     act(u), u: (T, F)
     swiglu, geglu                   silu(gate) * up, gelu(gate) * up, u = [gate, up]: (T, 2 F)
 
-Saves x and u. a is rebuilt from u in the pass that computes du and the sum of its rows, with the
-arithmetic of the forward pass: gradients are bit-equal to those of keeping a.
+Saves x (x-hat where a norm made x, as linear does) and u. a is rebuilt from u in the pass that
+computes du and the sum of its rows, with the arithmetic of the forward pass: gradients are
+bit-equal to those of keeping a.
 """
 
 from functools import partial
@@ -20,7 +21,16 @@ from torch.nn import functional as F
 from . import native
 from .autograd import register_autograd
 from .checks import check_floating, check_linear, check_rows
-from .linear import column_sum, dgrad, forward, wgrad
+from .linear import (
+    NORMED_SCHEMA,
+    Normed,
+    column_sum,
+    dgrad,
+    forward,
+    normed_arguments,
+    rebuilt,
+    wgrad,
+)
 from .random import SCHEMA, Dropout, apply_dropout, op_arguments
 
 # name -> (code in kernels, whether u holds a gate and a value side by side)
@@ -41,7 +51,7 @@ torch.library.define(
 )
 torch.library.define(
     "taut::mlp_fwd",
-    "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+    f"(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, {NORMED_SCHEMA}, "
     f"str activation, {SCHEMA}) -> (Tensor, Tensor)",
 )
 torch.library.define(
@@ -145,6 +155,9 @@ def _(
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    _xhat: Tensor | None,
+    _norm_weight: Tensor | None,
+    _norm_bias: Tensor | None,
     activation: str,
     *dropout: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -192,7 +205,7 @@ def _(da: Tensor, u: Tensor, activation: str, *dropout: Any) -> tuple[Tensor, Te
 
 
 @torch.library.register_fake("taut::mlp_fwd")
-def _(x, w1, b1, w2, b2, activation, *dropout):
+def _(x, w1, b1, w2, b2, *arguments):
     rows = x.shape[:-1]
     return x.new_empty(*rows, w2.shape[0]), x.new_empty(*rows, w1.shape[0])
 
@@ -209,20 +222,24 @@ def _(dy, x, u, w1, w2, needs, activation, *dropout):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w1, _, w2, _, ctx.activation, *ctx.scalars, sample_ids, positions = inputs
-    ctx.save_for_backward(x, output[1], w1, w2, sample_ids, positions)
+    x, w1, _, w2, _, *normed, ctx.activation, p, seed, step, site, sample_ids, positions = inputs
+    kept = x if normed[0] is None else None
+    ctx.save_for_backward(kept, output[1], w1, w2, sample_ids, positions, *normed)
+    ctx.mark_non_differentiable(output[1])
+    ctx.scalars = p, seed, step, site
     ctx.set_materialize_grads(False)  # u has no gradient of its own: no tensor of zeros for it
 
 
 def _backward(ctx, dy, _du):
     if dy is None:
-        return (None,) * 12
-    x, u, w1, w2, sample_ids, positions = ctx.saved_tensors
+        return (None,) * 15
+    x, u, w1, w2, sample_ids, positions, *normed = ctx.saved_tensors
+    x = rebuilt(*normed) if x is None else x
     needs = list(ctx.needs_input_grad[:5])
     grads = torch.ops.taut.mlp_bwd(
         dy.contiguous(), x, u, w1, w2, needs, ctx.activation, *ctx.scalars, sample_ids, positions
     )
-    return *(g.to(x.dtype) if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 7
+    return *(g.to(x.dtype) if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 10
 
 
 register_autograd("mlp_fwd", _backward, _setup_context)
@@ -237,12 +254,13 @@ def mlp(
     *,
     activation: str = "gelu",
     dropout: Dropout | None = None,
+    normed: Normed | None = None,
 ) -> Tensor:
     """linear, activation, dropout, linear; keeps the input and the pre-activation alone.
 
     x: (..., D), w1: (F, D), b1: (F,), w2: (D_out, F), b2: (D_out,); one dtype. For swiglu and geglu
     w1 is (2 F, D): the gate's rows first. dropout acts on the activations. Leave b2 out and give it
-    to dropout_add_norm as x_bias where one follows.
+    to dropout_add_norm as x_bias where one follows. normed: as for linear.
     """
     check_floating("mlp", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     if activation not in ACTIVATIONS:
@@ -261,6 +279,7 @@ def mlp(
         b1,
         w2.contiguous(),
         b2,
+        *normed_arguments("mlp", normed, x),
         activation,
         *op_arguments("mlp", dropout, x),
     )[0]

@@ -176,6 +176,7 @@ def _setup_context(ctx, inputs, output):
     _, residual, x_bias, weight, bias, _, is_rms, with_sum, *scalars, sample_ids, positions = inputs
     _, xhat, rstd, _ = output
     ctx.save_for_backward(xhat, rstd, weight, sample_ids, positions)
+    ctx.mark_non_differentiable(xhat, rstd)
     ctx.is_rms, ctx.scalars = is_rms, scalars
     ctx.dtypes = [t if t is None else t.dtype for t in (x_bias, weight, bias)]
     ctx.with_residual, ctx.with_sum = residual is not None, with_sum
@@ -232,12 +233,14 @@ def dropout_add_norm(
     dropout: Dropout | None = None,
     kind: str = "layer",
     return_sum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """norm(residual + dropout(x + x_bias)) in one pass; with return_sum also the sum itself.
+    return_xhat: bool = False,
+) -> Any:
+    """norm(residual + dropout(x + x_bias)) in one pass; also the sum and x-hat where asked for.
 
     x, residual: (..., D), alike. weight, bias, x_bias: (D,), of any floating dtype. x_bias is the
     bias of the linear that made x, left out of its GEMM. kind: "layer" or "rms". A post-norm block
-    uses the norm alone, a pre-norm block carries the sum on (return_sum=True gives (norm, sum)).
+    uses the norm alone, a pre-norm block carries the sum on: return_sum=True gives (norm, sum).
+    return_xhat=True adds x-hat, a constant to autograd, for the `normed` of linear and mlp.
     """
     op = "dropout_add_norm"
     check_floating(op, x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
@@ -248,7 +251,7 @@ def dropout_add_norm(
         raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if not eps >= 0:
         raise ValueError(f"{op}: eps must not be negative; got {eps}")
-    y, _, _, kept_sum = torch.ops.taut.norm_fwd(
+    y, xhat, _, kept_sum = torch.ops.taut.norm_fwd(
         x.contiguous(),
         residual if residual is None else residual.contiguous(),
         x_bias,
@@ -259,4 +262,6 @@ def dropout_add_norm(
         return_sum,
         *op_arguments(op, dropout, x),
     )
-    return (y, kept_sum) if return_sum else y
+    if not (return_sum or return_xhat):
+        return y
+    return y, *([kept_sum] if return_sum else []), *([xhat] if return_xhat else [])
