@@ -26,6 +26,7 @@ MAX_TILES = 8  # 1024 columns: in 16-bit a warp holds as many
 UNSPECIALIZED = ("k0", "k1", "threshold", "num_rows", "group_rows")
 # The element axis is spread first, for its columns are contiguous. The others follow from the last
 # one on; before Triton 3.7 it was from the first one on.
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 IS_REVERSED = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
 
@@ -70,20 +71,40 @@ def _choose(word, a, b, c, d):
 
 
 @triton.jit
-def keep(word, slot, position, plane, sample, k0, k1, threshold):
-    """The decisions, True = kept, for columns 128 * (slot // 32) + 32 * word + slot % 32.
+def _pair(lower, upper, half):
+    """Half 0 or 1 of two words side by side."""
+    if IS_INTERPRETED:
+        even = (upper << 16) | (lower & 0xFFFF)
+        odd = (upper & 0xFFFF0000) | (lower >> 16)
+        return tl.where(half == 0, even, odd)
+    else:
+        # LLVM would make vectors of these, and pack into bits what comes of comparing them
+        selector = tl.where(half == 0, 0x5410, 0x7632)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, selector], tl.uint32, True, 1
+        )
 
-    word needs an axis of its own: Philox runs on the shape of the others, once for two slots. In
-    attention plane is 1 + head, position the query's, and the column the position of the key.
+
+@triton.jit
+def decide(word, half, group, position, plane, sample, k0, k1, threshold):
+    """The decisions, True = kept, for columns c, where group = 16 * (c // 128) + c % 32 // 2.
+
+    word = c // 32 % 4 needs an axis of its own and half = c % 2 should have one: Philox runs on the
+    shape of the others. In attention plane is 1 + head, position the query's, and the column the
+    position of the key.
     """
-    group, position, sample = slot >> 1, position.to(tl.uint32), sample.to(tl.uint32)
+    position, sample = position.to(tl.uint32), sample.to(tl.uint32)
     plane, k0, k1 = tl.cast(plane, tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
     a, b, c, d = philox(group.to(tl.uint32), position, plane, sample, k0, k1)
     upper = _choose(word, a, b, c, d)
     lower = _choose(word, _tie_break(b), _tie_break(c), _tie_break(d), _tie_break(a))
-    even = (upper << 16) | (lower & 0xFFFF)
-    odd = (upper & 0xFFFF0000) | (lower >> 16)
-    return tl.where((slot & 1) == 0, even, odd) >= threshold.to(tl.uint32)
+    return _pair(lower, upper, half) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def keep(word, slot, position, plane, sample, k0, k1, threshold):
+    """The decisions for columns 128 * (slot // 32) + 32 * word + slot % 32."""
+    return decide(word, slot & 1, slot >> 1, position, plane, sample, k0, k1, threshold)
 
 
 @triton.jit
