@@ -261,6 +261,20 @@ def test_250_runs_give_the_same_bits():
         assert_same_bits(outputs_and_gradients(inputs, cu_seqlens, **kwargs), want)
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 3.0])
+def test_any_scale(scale):
+    lengths = [90, 5]
+    (q, k, v), cu_seqlens = make_inputs(lengths)
+    k = k * 16  # a base at the wrong end would overflow
+    got = outputs_and_gradients((q, k, v), cu_seqlens, scale=scale)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out = attention_reference(*wide, *cu_seqlens, scale=scale)
+    grads = torch.autograd.grad(out, wide, randn(*out.shape, seed=2).double())
+    torch.testing.assert_close(got[0].double(), out, rtol=1e-4, atol=1e-4)
+    for a, b in zip(got[1:], grads, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores_do_not_overflow(dtype):
     """Scores around 1e4: one key takes all the weight."""

@@ -282,6 +282,9 @@ def attention(
     check_floating("attention", q=q, k=k, v=v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale < 0:  # kernels look for the largest q k
+        q, scale = -q, -scale
     return torch.ops.taut.attention_fwd(
         _dense(q),
         _dense(k),
@@ -289,7 +292,7 @@ def attention(
         cu_seqlens_q.contiguous(),
         cu_seqlens_k.contiguous(),
         causal,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         *attention_arguments("attention", dropout, q, k),
     )[0]
 
