@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from taut import ops
 from taut.ops.attention import attention_reference
 from taut.ops.dropout import dropout_reference
+from taut.ops.embedding import embedding_reference
 from taut.ops.gelu import gelu_reference
 from taut.ops.linear import linear_reference
 from taut.ops.mlp import ACTIVATIONS, mlp_reference
@@ -147,6 +148,44 @@ def cross_offsets(shape: Shape, device: str, more_keys: int) -> dict[str, Any]:
     return self_offsets(shape, device) | {"cu_seqlens_k": cu_seqlens_k[0] - cu_seqlens_k}
 
 
+TABLES = ("weight", "position_weight", "type_weight", "norm_weight", "norm_bias")
+NUM_IDS = {"ids": 11, "positions": 7, "types": 2}
+
+
+def embedding_inputs(
+    gen: Generator,
+    shape: Shape,
+    dtype: torch.dtype,
+    only: tuple[str, ...] = TABLES,
+    has_fp32_vectors: bool = False,
+) -> Inputs:
+    """Those of TABLES; the shape is that of the output."""
+    of_vectors = torch.promote_types(dtype, torch.float32) if has_fp32_vectors else dtype
+    named = {
+        table: randn(gen, dtype, size, shape[-1])
+        for table, size in zip(TABLES, NUM_IDS.values(), strict=False)
+    }
+    named |= {name: randn(gen, of_vectors, shape[-1]) for name in TABLES[3:]}
+    return [named[name] if name in only else None for name in TABLES]
+
+
+def make_ids(shape: Shape, device: str, names: tuple[str, ...] = tuple(NUM_IDS)) -> dict[str, Any]:
+    gen = Generator().manual_seed(3)
+    return {
+        name: torch.randint(NUM_IDS[name], shape[:-1], generator=gen).to(device) for name in names
+    }
+
+
+def positional_tables(form: Callable[..., Any]) -> Callable[..., Any]:
+    """embedding with its tables among the inputs, whose gradients are looked at."""
+
+    def embedding(*tables, ids, **kwargs):
+        weight, *others = tables
+        return form(ids, weight, **dict(zip(TABLES[1:], others, strict=True)), **kwargs)
+
+    return embedding
+
+
 def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
     """dropout_add_norm with its fifth tensor among the inputs, whose gradients are looked at."""
 
@@ -214,6 +253,21 @@ norm_case = partial(
     make=norm_inputs,
 )
 rms_case = partial(norm_case, least_width=2)  # see test_norm.py on rows of one number
+embedding_case = partial(
+    Case,
+    "embedding",
+    fn=positional_tables(ops.embedding),
+    reference=positional_tables(embedding_reference),
+    make=embedding_inputs,
+    also=make_ids,
+    least_width=2,  # the norm of one number is zero, and its gradient rounding alone
+)
+token_case = partial(
+    embedding_case,
+    make=partial(embedding_inputs, only=("weight",)),
+    also=partial(make_ids, names=("ids",)),
+    least_width=1,
+)
 gelu_case = partial(Case, "gelu", fn=ops.gelu, reference=gelu_reference, make=away_from_the_minimum)
 linear_case = partial(Case, "linear", fn=ops.linear, reference=linear_reference, make=linear_inputs)
 mlp_case = partial(Case, "mlp", fn=ops.mlp, reference=mlp_reference, make=mlp_inputs)
@@ -240,6 +294,28 @@ CASES = [
         p=0.1,
         has_ids=False,
         options=RMS | {"return_sum": True, "eps": 1e-3},
+    ),
+    token_case("token"),
+    token_case("token, scale", options={"scale": 3.0}),
+    token_case("token, by row", p=0.5, has_ids=False),
+    token_case(
+        "token, sinusoidal",
+        also=partial(make_ids, names=("ids", "positions")),
+        p=0.1,
+        options={"scale": 8.0, "sinusoidal": 7},
+    ),
+    embedding_case("token, position", make=partial(embedding_inputs, only=TABLES[:3]), p=0.1),
+    embedding_case("norm"),
+    embedding_case("norm, dropout", p=0.1),
+    embedding_case("norm, by row", p=0.5, has_ids=False, options={"eps": 1e-3}),
+    embedding_case(
+        "norm, fp32 vectors", make=partial(embedding_inputs, has_fp32_vectors=True), p=0.1
+    ),
+    embedding_case(
+        "norm, no bias",
+        make=partial(embedding_inputs, only=("weight", "norm_weight")),
+        also=partial(make_ids, names=("ids",)),
+        p=0.1,
     ),
     gelu_case("erf"),
     gelu_case("tanh", options={"tanh": True}),
@@ -276,6 +352,20 @@ def accumulate_into_a_buffer() -> None:
     ops.linear(x, weight, weight_grad=torch.zeros(33, 3)).sum().backward()
 
 
+def add_to_a_table_buffer() -> None:
+    weight = torch.ones(5, 3, requires_grad=True)
+    ids = torch.tensor([1, 4, 1])
+    ops.embedding(ids, weight, weight_grad=torch.zeros(5, 3)).sum().backward()
+
+
+def count_positions() -> None:
+    weight = torch.ones(5, 3, requires_grad=True)
+    offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    ops.embedding(
+        torch.tensor([1, 4, 1]), weight, cu_seqlens=offsets, sinusoidal=2
+    ).sum().backward()
+
+
 CASES_BY_NAME = {str(case): case for case in CASES}
 # Calls that reach raw ops which no case reaches.
-FURTHER_CALLS = [accumulate_into_a_buffer]
+FURTHER_CALLS = [accumulate_into_a_buffer, add_to_a_table_buffer, count_positions]

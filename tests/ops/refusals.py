@@ -47,6 +47,7 @@ def refusals() -> Iterator[Refusal]:
             yield refuse("no columns", partial(one_tensor, torch.ones(2, 0)), shape + r"\(2, 0\)")
     yield from attention_refusals()
     yield from norm_refusals(x, vector)
+    yield from embedding_refusals()
     yield from linear_refusals(x)
     yield from mlp_refusals(x)
     yield from dropout_refusals(x)
@@ -117,6 +118,90 @@ def norm_refusals(x: Tensor, vector: Tensor) -> Iterator[Refusal]:
     yield refuse("kind", "kind must be one of layer, rms; got 'batch'", x, x, None, kind="batch")
     yield refuse("eps", "eps must not be negative; got -1e-05", x, x, None, eps=-1e-5)
     yield refuse("eps nan", "eps must not be negative; got nan", x, x, None, eps=float("nan"))
+
+
+def embedding_refusals() -> Iterator[Refusal]:
+    op, ids, weight, vector = "embedding", torch.tensor([0, 2]), torch.ones(3, 4), torch.ones(4)
+
+    def refuse(name: str, sentence: str, ids: Tensor = ids, weight: Tensor = weight, **kw: Any):
+        return Refusal(op, name, lambda: ops.embedding(ids, weight, **kw), f"{op}: {sentence}")
+
+    yield refuse("weight integers", "weight must be a dense", weight=weight.long())
+    yield refuse("weight sparse", "weight must be a dense", weight=weight.to_sparse())
+    yield refuse("weight 1-D", r"weight must be shaped \(V, D\), .*; got \(4,\)", weight=vector)
+    no_columns = torch.ones(3, 0)
+    yield refuse("no columns", r"weight must be shaped \(V, D\).*got \(3, 0\)", weight=no_columns)
+    yield refuse("float ids", "ids must be int64 or int32 on cpu; got torch.float32", ids.float())
+    yield refuse("ids device", "ids must be int64 or int32 on cpu; .* on meta", ids.to("meta"))
+    outside = {
+        "ids": {},
+        "positions": {"position_weight": weight},
+        "types": {"type_weight": weight},
+    }
+    for name, table in outside.items():
+        for bad, shown in ((torch.tensor([0, 3]), "0 to 3"), (torch.tensor([-1, 1]), "-1 to 1")):
+            for fault, index in ((f"{name} {shown}", bad), (f"{name} int32 {shown}", bad.int())):
+                sentence = rf"{name} must lie in \[0, 3\), the rows of its table; got {shown}"
+                yield refuse(fault, sentence, **({name: index} | table))
+    far = {"positions": torch.tensor([0, 5]), "sinusoidal": 5}
+    yield refuse("far position", r"positions must lie in \[0, 5\), .*got 0 to 5", **far)
+    empty = torch.ones(0, 4)
+    yield refuse("empty table", r"ids must lie in \[0, 0\), .*got 0 to 2", weight=empty)
+
+    table = {"position_weight": weight}
+    needs = "position_weight or sinusoidal needs positions, or cu_seqlens"
+    offsets = torch.tensor([0, 2], dtype=torch.int32)
+    yield refuse("no positions", needs, **table)
+    yield refuse("no positions for sinusoids", needs, sinusoidal=5)
+    yield refuse("no position table", needs, positions=ids)
+    yield refuse("offsets alone", needs, cu_seqlens=offsets)
+    yield refuse("both positions", needs, positions=ids, cu_seqlens=offsets, **table)
+    both = {"positions": ids, "sinusoidal": 5}
+    yield refuse("both tables", "got both position_weight and sinusoidal", **table, **both)
+    yield refuse("no sinusoids", "sinusoidal is a number .*got 0", positions=ids, sinusoidal=0)
+    alike = r"positions must be shaped as ids, \(2,\); got \(1,\)"
+    yield refuse("positions shape", alike, positions=ids[:1], **table)
+    for name, bad, shown in (
+        ("width", weight[:, 1:], r"\(3, 3\) torch.float32"),
+        ("dtype", weight.half(), r"\(3, 4\) torch.float16"),
+        ("1-D", vector, r"\(4,\) torch.float32"),
+    ):
+        shape = rf"_weight must be shaped \(rows, 4\) and torch.float32, .*; got {shown}"
+        wrong = {"positions": ids, "position_weight": bad}
+        yield refuse(f"position {name}", f"position{shape}", **wrong)
+        yield refuse(f"type {name}", f"type{shape}", types=ids, type_weight=bad)
+    elsewhere = {"positions": ids, "position_weight": weight.to("meta")}
+    yield refuse("position device", ELSEWHERE + "position_weight is on meta", **elsewhere)
+    kind = r"cu_seqlens must be \(B \+ 1,\) int32 on cpu; got "
+    yield refuse("offsets dtype", kind + r"\(2,\) torch.int64", cu_seqlens=offsets.long(), **table)
+    yield refuse("offsets 2-D", kind + r"\(1, 2\)", cu_seqlens=offsets[None], **table)
+    yield refuse("offsets device", kind + ".*meta", cu_seqlens=offsets.to("meta"), **table)
+    packed = r"cu_seqlens needs packed ids \(T,\) and at least one number; got ids "
+    yield refuse("unpacked", packed + r"\(1, 2\)", ids[None], cu_seqlens=offsets, **table)
+    yield refuse("no offsets", packed + ".*0", cu_seqlens=offsets[:0], **table)
+    values = "cu_seqlens must start at 0, not decrease and end at 2 tokens; got "
+    for wrong_offsets, shown in (([0, 1], "0 to 1"), ([1, 2], "1 to 2"), ([0, 3, 2], "0 to 2")):
+        bad = torch.tensor(wrong_offsets, dtype=torch.int32)
+        yield refuse(f"offsets {wrong_offsets}", values + shown, cu_seqlens=bad, **table)
+
+    yield refuse("types alone", "types and type_weight belong together", types=ids)
+    yield refuse("type table alone", "types and type_weight belong together", type_weight=weight)
+    unlike = r"types must be shaped as ids, \(2,\); got \(2, 1\)"
+    yield refuse("types shape", unlike, types=ids[:, None], type_weight=weight)
+    yield refuse("norm shape", r"norm_weight must be .*; got \(3, 4\)", norm_weight=weight)
+    short = {"norm_weight": vector, "norm_bias": vector[1:]}
+    yield refuse("norm bias shape", r"norm_bias must be .*; got \(3,\)", **short)
+    yield refuse("norm bias alone", "norm_bias needs a norm_weight", norm_bias=vector)
+    yield refuse("eps", "eps must not be negative; got -1e-05", norm_weight=vector, eps=-1e-5)
+    yield refuse("padding", r"padding_idx must lie in \[-3, 3\); got 3", padding_idx=3)
+    yield refuse("padding below", r"padding_idx must lie in \[-3, 3\); got -4", padding_idx=-4)
+    buffer = r"weight_grad must be a \(3, 4\) buffer of torch.float32 or float32 .*got "
+    for name, bad, shown in (
+        ("shape", torch.zeros(4, 3), r"\(4, 3\)"),
+        ("dtype", weight.half(), "torch.float16"),
+        ("gradient", weight.clone().requires_grad_(), "requires_grad=True"),
+    ):
+        yield refuse(f"buffer {name}", buffer + f".*{shown}", weight_grad=bad)
 
 
 def linear_refusals(x: Tensor) -> Iterator[Refusal]:
@@ -214,6 +299,7 @@ def dropout_refusals(x: Tensor) -> Iterator[Refusal]:
     forms: dict[str, Callable[[ops.Dropout], object]] = {
         "dropout": lambda d: ops.dropout(x, d),
         "dropout_add_norm": lambda d: ops.dropout_add_norm(x, x, None, dropout=d),
+        "embedding": lambda d: ops.embedding(torch.tensor([0, 1]), x, dropout=d),
         "mlp": lambda d: ops.mlp(x, torch.ones(3, 4), None, torch.ones(2, 3), None, dropout=d),
     }
     ids = torch.arange(2)

@@ -12,6 +12,7 @@ from taut.ops import Dropout, attention
 from taut.ops.attention import attention_reference
 from taut.ops.random import keep_heads, keep_scale
 from taut.testing import assert_accurate, saved_tensors
+from tests.ops.samples import torch_samples
 
 RAGGED = [1, 7, 64, 0, 33]
 FACTOR_32 = 3  # against probabilities that are kept: see catalogue.py
@@ -321,11 +322,8 @@ def attend_padded(q, k, v, *, causal):
 
 def test_torch_s_own_samples():
     """Every sample of scaled_dot_product_attention without mask and dropout."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    (info,) = [x for x in op_db if x.name == "nn.functional.scaled_dot_product_attention"]
     count = 0
-    for sample in info.sample_inputs("cpu", torch.float32, requires_grad=True):
+    for sample in torch_samples("nn.functional.scaled_dot_product_attention"):
         inputs, kwargs = [sample.input, *sample.args], sample.kwargs
         if "attn_mask" in kwargs or kwargs["dropout_p"] > 0:
             continue

@@ -335,6 +335,7 @@ INDUCTOR_CASES = [
     "attention: cross, causal, dropout",
     "dropout: on",
     "dropout_add_norm: layer, sum",
+    "embedding: norm, dropout",
     "gelu: erf",
     "linear: bias",
     "mlp: geglu",

@@ -8,6 +8,8 @@ import torch
 
 from taut.ops import Dropout, native
 from taut.ops.attention import attention_reference
+from taut.ops.embedding import _composite_bwd as embedding_bwd
+from taut.ops.embedding import _composite_fwd as embedding_fwd
 from taut.ops.mlp import ACTIVATIONS
 from taut.ops.mlp import _composite_bwd as activation_bwd
 from taut.ops.norm import _composite_bwd as norm_bwd
@@ -113,6 +115,31 @@ def test_every_build_computes_the_same(width, dtype):
         want = activation_bwd(dy.double(), u.double(), name, *where)
         close((du, a, total), want, dtype)
         assert torch.equal(a, native.activation_fwd(u, code, gated, where))
+
+
+@every_build
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 77, 300])
+def test_every_build_embeds_the_same(width, dtype):
+    gen = torch.Generator().manual_seed(0)
+    dy, *tables = (torch.randn(n, width, generator=gen).to(dtype) for n in (90, 7, 5, 2))
+    ids = [torch.randint(len(t), (90,), generator=gen) for t in tables]
+    vectors = [torch.randn(width, generator=gen) for _ in range(2)]
+    pairs = [t for pair in zip(ids, tables, strict=True) for t in pair]
+    wide_pairs = [t.double() if t.is_floating_point() else t for t in pairs]
+    where = (0.1, 5, 0, 0, None, None)
+    wide_vectors = [t.double() for t in vectors]
+    got = native.embedding_fwd(*pairs, *vectors, 3.0, 1e-2, *where)
+    close(got, embedding_fwd(*wide_pairs, *wide_vectors, 3.0, 1e-2, *where), dtype)
+    _, xhat, rstd = got
+    got = native.embedding_bwd(dy, xhat, rstd, vectors[0], True, *where)
+    wide = (dy.double(), xhat.double(), rstd.double(), wide_vectors[0])
+    close(got, embedding_bwd(*wide, True, *where), dtype)
+    dz, total = got[0], torch.ones(7, width)
+    native.embedding_wgrad(True, total, dz, ids[0], 2.0, 3)
+    want = torch.ones(7, width, dtype=torch.float64)
+    want.index_add_(0, ids[0], 2 * dz.double() * (ids[0] != 3)[:, None])
+    close([total], [want], dtype)
 
 
 @every_build

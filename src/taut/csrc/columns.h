@@ -1,4 +1,4 @@
-// Sums over rows, the same for any number of threads: rows are cut into blocks by their number alone,
+// Sums along rows and over rows. Over rows they are the same for any number of threads: rows are cut into blocks by their number alone,
 // a block is summed into a row of its own, and those rows are added in order.
 #pragma once
 
@@ -37,3 +37,19 @@ inline void add_blocks(int64_t blocks, int64_t num_sums, int64_t width, const fl
     for (int64_t j = 0; j < LANES && c + j < width; ++j) sums[k][c + j] = total[j];
   }
 }
+
+// The sum over a row of term(column, lanes), in four chains: one would wait for each addition.
+template <class Term>
+INLINE F sum_row(int64_t width, Term term) {
+  F s[4] = {};
+  int64_t c = 0;
+  for (; c + TILE <= width; c += TILE)
+    UNROLL_4
+    for (int j = 0; j < 4; ++j) s[j] += term(c + j * LANES, Full{});
+  for (; c < width; c += LANES) s[0] += term(c, Part{width - c < LANES ? width - c : LANES});
+  return (s[0] + s[1]) + (s[2] + s[3]);
+}
+
+// Lanes past the end of a row, which must not count where zero is not neutral.
+INLINE F clear_past(F v, Full) { return v; }
+INLINE F clear_past(F v, Part t) { return select(unpack_bits((1 << t.n) - 1), v); }

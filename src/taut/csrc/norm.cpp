@@ -23,22 +23,6 @@ extern "C" struct NormBwd {
   int32_t is_rms;
 };
 
-// The sum over a row of term(column, lanes), in four chains: one would wait for each addition.
-template <class Term>
-INLINE F sum_row(int64_t width, Term term) {
-  F s[4] = {};
-  int64_t c = 0;
-  for (; c + TILE <= width; c += TILE)
-    UNROLL_4
-    for (int j = 0; j < 4; ++j) s[j] += term(c + j * LANES, Full{});
-  for (; c < width; c += LANES) s[0] += term(c, Part{width - c < LANES ? width - c : LANES});
-  return (s[0] + s[1]) + (s[2] + s[3]);
-}
-
-// Lanes past the end of a row, which must not count where zero is not neutral.
-INLINE F clear_past(F v, Full) { return v; }
-INLINE F clear_past(F v, Part t) { return select(unpack_bits((1 << t.n) - 1), v); }
-
 // One row at a time: working on several at once, to hide the latency of reductions, was slower at
 // every shape that leaves the cache, since it multiplies the streams of memory.
 

@@ -2,10 +2,20 @@
 
 from .attention import attention
 from .dropout import dropout
+from .embedding import embedding
 from .gelu import gelu
 from .linear import linear
 from .mlp import mlp
 from .norm import dropout_add_norm
 from .random import Dropout
 
-__all__ = ["Dropout", "attention", "dropout", "dropout_add_norm", "gelu", "linear", "mlp"]
+__all__ = [
+    "Dropout",
+    "attention",
+    "dropout",
+    "dropout_add_norm",
+    "embedding",
+    "gelu",
+    "linear",
+    "mlp",
+]

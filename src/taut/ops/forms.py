@@ -8,7 +8,7 @@ import torch
 from . import native
 from .linear import probe
 
-KERNEL_OPS = ("attention", "dropout", "dropout_add_norm", "gelu", "mlp")
+KERNEL_OPS = ("attention", "dropout", "dropout_add_norm", "embedding", "gelu", "mlp")
 
 
 class Form(NamedTuple):

@@ -69,6 +69,27 @@ class _Activation(Structure):  # csrc/mlp.cpp
     )
 
 
+class _Embedding(Structure):  # csrc/embedding.cpp
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_void_p) for name in ("ids", "positions", "types")),
+        *((name, c_void_p) for name in ("weight", "position_weight", "type_weight", "sinusoids")),
+        *((name, c_void_p) for name in ("norm_weight", "norm_bias", "dy", "y", "xhat", "rstd")),
+        *((name, c_void_p) for name in ("dz", "dnorm_weight", "dnorm_bias")),
+        *((name, c_float) for name in ("scale", "eps")),
+    )
+
+
+class _TableGrad(Structure):  # csrc/embedding.cpp
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width", "size")),
+        *((name, c_void_p) for name in ("ids", "dz", "out")),
+        ("padding", c_int64),
+        ("scale", c_float),
+        ("is_added", c_int32),
+    )
+
+
 class _Heads(Structure):  # csrc/attention.h
     _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64))
 
@@ -90,6 +111,9 @@ _SIGNATURES = {
     "taut_attention_fwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
     "taut_attention_bwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
     "taut_dropout": (c_int32, c_int64, c_int64, c_void_p, c_void_p, POINTER(_Dropout)),
+    "taut_embedding_fwd": (c_int32, POINTER(_Embedding), POINTER(_Dropout)),
+    "taut_embedding_bwd": (c_int32, POINTER(_Embedding), POINTER(_Dropout)),
+    "taut_table_grad": (c_int32, c_int32, POINTER(_TableGrad)),
     "taut_norm_fwd": (c_int32, POINTER(_NormFwd), POINTER(_Dropout)),
     "taut_norm_bwd": (c_int32, POINTER(_NormBwd), POINTER(_Dropout)),
     "taut_activation_fwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
@@ -395,3 +419,90 @@ def attention_bwd(
     a, d = _attention(heads, lse, *arguments)
     library.taut_attention_bwd(_DTYPES[q.dtype], byref(a), byref(d))
     return dq, dk, dv
+
+
+def embedding_fwd(
+    ids: Tensor,
+    weight: Tensor,
+    positions: Tensor | None,
+    position_weight: Tensor | None,
+    types: Tensor | None,
+    type_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert library is not None
+    dtype, has_norm = weight.dtype, norm_weight is not None
+    y = weight.new_empty(*ids.shape, weight.shape[1])
+    xhat = torch.empty_like(y) if has_norm else weight.new_empty(0)
+    rstd = weight.new_empty(ids.numel() if has_norm else 0, dtype=torch.float32)
+    sinusoids = position_weight
+    if position_weight is not None and position_weight.dtype == dtype:  # in fp32 it is one table
+        sinusoids = None
+    else:
+        position_weight = None
+    norm_weight, norm_bias = _float(norm_weight), _float(norm_bias)
+    a = _Embedding(
+        *_rows(y),
+        *(_pointer(index, torch.int64) for index in (ids, positions, types)),
+        *(_pointer(table, dtype) for table in (weight, position_weight, type_weight)),
+        *(_pointer(t, torch.float32) for t in (sinusoids, norm_weight, norm_bias)),
+        y=_pointer(y),
+        xhat=_pointer(xhat),
+        rstd=_pointer(rstd),
+        scale=scale,
+        eps=eps,
+    )
+    d = _dropout(arguments)
+    library.taut_embedding_fwd(_DTYPES[dtype], byref(a), byref(d))
+    return y, xhat, rstd
+
+
+def embedding_bwd(
+    dy: Tensor,
+    xhat: Tensor | None,
+    rstd: Tensor | None,
+    norm_weight: Tensor | None,
+    with_affine: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert library is not None
+    rows, width = _rows(dy)
+    dz = torch.empty_like(dy, dtype=torch.float32)
+    is_summed = with_affine and norm_weight is not None
+    dnorm_weight, dnorm_bias = (dz.new_empty(width if is_summed else 0) for _ in range(2))
+    norm_weight = _float(norm_weight)
+    a = _Embedding(
+        rows,
+        width,
+        norm_weight=_pointer(norm_weight),
+        dy=_pointer(dy),
+        xhat=_pointer(xhat, dy.dtype),
+        rstd=_pointer(rstd, torch.float32),
+        dz=_pointer(dz),
+        dnorm_weight=_pointer(dnorm_weight) if is_summed else None,
+        dnorm_bias=_pointer(dnorm_bias) if is_summed else None,
+    )
+    d = _dropout(arguments)
+    library.taut_embedding_bwd(_DTYPES[dy.dtype], byref(a), byref(d))
+    return dz, dnorm_weight, dnorm_bias
+
+
+def embedding_wgrad(
+    is_added: bool, out: Tensor, dz: Tensor, ids: Tensor, scale: float, padding_idx: int
+) -> None:
+    assert library is not None
+    a = _TableGrad(
+        *_rows(dz),
+        out.shape[0],
+        _pointer(ids, torch.int64),
+        _pointer(dz),
+        _pointer(out),
+        padding_idx,
+        scale,
+        is_added,
+    )
+    library.taut_table_grad(_DTYPES[dz.dtype], _DTYPES[out.dtype], byref(a))

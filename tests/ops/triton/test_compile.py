@@ -65,6 +65,21 @@ def call_norm(width: int, dtype: torch.dtype, is_bare: bool = False) -> None:
     norm_bwd(x, dsum, x, rstd, weight, is_bare, *flags, *coordinates(p))
 
 
+def call_embedding(width: int, dtype: torch.dtype, is_bare: bool = False) -> None:
+    """As BERT has it, or tokens alone."""
+    from taut.ops.triton.embedding import embedding_bwd, embedding_fwd, embedding_wgrad
+
+    x, ids = rows(width, dtype), torch.empty(ROWS, dtype=torch.int64, device="meta")
+    weight, dropout = rows(width, dtype, 30522), coordinates(0.0 if is_bare else 0.1)
+    if is_bare:
+        embedding_fwd(ids, weight, *(None,) * 6, 1.5, 1e-5, *dropout)
+        return embedding_wgrad(weight, x, ids, 1.5, -1)
+    pairs = (ids, weight) * 3
+    _, xhat, rstd = embedding_fwd(*pairs, x[0], x[0], 1.5, 1e-5, *dropout)
+    dz, *_ = embedding_bwd(x, xhat, rstd, x[0], True, *dropout)
+    return embedding_wgrad(weight, dz, ids, 1.5, -1)
+
+
 def call_gelu(tanh: bool, dtype: torch.dtype) -> None:
     from taut.ops.triton.gelu import gelu_bwd, gelu_fwd
 
@@ -90,6 +105,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "norm 4096 bf16": partial(call_norm, 4096, torch.bfloat16),
     "norm 8192 fp32": partial(call_norm, 8192, torch.float32),
     "norm 16384 bf16": partial(call_norm, 16384, torch.bfloat16),
+    "embedding 768 bf16": partial(call_embedding, 768, torch.bfloat16),
+    "embedding 768 fp32": partial(call_embedding, 768, torch.float32),
+    "embedding 1024 bf16 bare": partial(call_embedding, 1024, torch.bfloat16, is_bare=True),
+    "embedding 4096 bf16": partial(call_embedding, 4096, torch.bfloat16),
+    "embedding 8192 fp32": partial(call_embedding, 8192, torch.float32),
     "gelu erf bf16": partial(call_gelu, False, torch.bfloat16),
     "gelu tanh bf16": partial(call_gelu, True, torch.bfloat16),
     "gelu erf fp32": partial(call_gelu, False, torch.float32),
@@ -261,7 +281,7 @@ def test_activations_have_the_same_bits_in_every_kernel(compiled):
     """No product and sum that the compiler may contract in one kernel and not in another."""
     for arch, kernels in compiled.items():
         for kernel, found in kernels.items():
-            is_exact = not kernel.startswith(("dropout", "norm"))
+            is_exact = not kernel.startswith(("dropout", "embedding", "norm"))
             assert is_exact == (found["contractible"] == 0), f"{kernel} on sm_{arch}"
 
 

@@ -135,7 +135,7 @@ def _schedule_kernel(
 def schedule(
     cu_a: Tensor, cu_b: Tensor, tokens: int, block: int, causal: bool, of_keys: bool
 ) -> Tensor:
-    """(tiles, 2): sequence and number of each tile of `block` tokens of a, longest first; then -1."""
+    """(tiles, 2): sequence and number of each tile of `block` tokens, longest first, then -1."""
     num_sequences = cu_a.shape[0] - 1
     num_tiles = tokens // block + num_sequences  # each sequence has one that is not full at most
     tiles = cu_a.new_empty(num_tiles, 2)
