@@ -19,6 +19,7 @@ from taut.ops.gelu import gelu_reference
 from taut.ops.linear import linear_reference
 from taut.ops.mlp import ACTIVATIONS, mlp_reference
 from taut.ops.norm import dropout_add_norm_reference
+from taut.ops.softmax_attention import softmax_attention_reference
 
 Shape = tuple[int, ...]
 Inputs = list[Tensor | None]
@@ -186,6 +187,18 @@ def positional_tables(form: Callable[..., Any]) -> Callable[..., Any]:
     return embedding
 
 
+def softmax_attention_inputs(
+    gen: Generator, shape: Shape, dtype: torch.dtype, hides: bool = False
+) -> Inputs:
+    """Scores and values of two heads: queries are the rows of the shape, keys its columns."""
+    *sequences, queries, keys = shape if len(shape) > 1 else (1, *shape)
+    scores = randn(gen, dtype, *sequences, 2, queries, keys)
+    if hides:  # every third key, and all of them from the first query of the second head
+        scores[..., ::3] = -torch.inf
+        scores[..., 1, :1, :] = -torch.inf
+    return [scores, randn(gen, dtype, *sequences, 2, keys, 5)]
+
+
 def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
     """dropout_add_norm with its fifth tensor among the inputs, whose gradients are looked at."""
 
@@ -271,6 +284,13 @@ token_case = partial(
 gelu_case = partial(Case, "gelu", fn=ops.gelu, reference=gelu_reference, make=away_from_the_minimum)
 linear_case = partial(Case, "linear", fn=ops.linear, reference=linear_reference, make=linear_inputs)
 mlp_case = partial(Case, "mlp", fn=ops.mlp, reference=mlp_reference, make=mlp_inputs)
+softmax_case = partial(
+    Case,
+    "softmax_attention",
+    fn=ops.softmax_attention,
+    reference=softmax_attention_reference,
+    make=softmax_attention_inputs,
+)
 
 CASES = [
     attention_case("self"),
@@ -344,6 +364,11 @@ CASES = [
         )
         for name in ACTIVATIONS
     ),
+    softmax_case("no dropout"),
+    softmax_case("dropout", p=0.1),
+    softmax_case("dropout by number", p=0.5, has_ids=False),
+    softmax_case("hidden keys", make=partial(softmax_attention_inputs, hides=True)),
+    softmax_case("hidden keys, dropout", make=partial(softmax_attention_inputs, hides=True), p=0.1),
 ]
 
 

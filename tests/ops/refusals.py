@@ -51,6 +51,7 @@ def refusals() -> Iterator[Refusal]:
     yield from linear_refusals(x)
     yield from mlp_refusals(x)
     yield from dropout_refusals(x)
+    yield from softmax_attention_refusals()
 
 
 def attention_refusals() -> Iterator[Refusal]:
@@ -277,6 +278,44 @@ def mlp_refusals(x: Tensor) -> Iterator[Refusal]:
         yield refuse(f"{name} dtype", wanted, x, *bad, b2)
     yield refuse("w2 integers", "w2 must be a dense", x, w1, b1, w2.long(), b2)
     yield refuse("w2 device", ELSEWHERE + "w2 is on meta", x, w1, b1, w2.to("meta"), b2)
+
+
+def softmax_attention_refusals() -> Iterator[Refusal]:
+    scores, v = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 5, 6)
+    op = "softmax_attention"
+
+    def refuse(name: str, sentence: str, *args: Any, **dropout: Any) -> Refusal:
+        def call() -> object:
+            return ops.softmax_attention(
+                *args, dropout=ops.Dropout(0.1, 0, **dropout) if dropout else None
+            )
+
+        return Refusal(op, name, call, f"{op}: {sentence}")
+
+    dense = "must be a dense float32, bfloat16, float16 or float64 tensor; got "
+    yield refuse("integers", f"scores {dense}torch.int64", scores.long(), v)
+    yield refuse("complex values", f"v {dense}torch.complex64", scores, v + 0j)
+    yield refuse("sparse", f"scores {dense}.*sparse_coo", scores.to_sparse(), v)
+    yield refuse("values elsewhere", ELSEWHERE + "v is on meta", scores, v.to("meta"))
+    shapes = r"scores must be \(..., H, Lq, Lk\) and v \(..., H, Lk, E\), of one dtype; got "
+    shapes += r"\(.*\) torch.float.* and \(.*\) torch.float"
+    for name, bad_scores, bad_v in (
+        ("no heads", scores[0, 0], v[0, 0]),
+        ("unlike dimensions", scores, v[0]),
+        ("unlike sequences", scores, v[:1]),
+        ("unlike heads", scores, v[:, :1]),
+        ("unlike keys", scores, v[:, :, :4]),
+        ("unlike dtypes", scores, v.double()),
+    ):
+        yield refuse(name, shapes, bad_scores, bad_v)
+    for name, rows in (("sample_ids", 8), ("positions", 8), ("key_positions", 10)):
+        one_each = rf"dropout.{name} must hold one int64 per row on cpu; got "
+        counts = one_each + rf"\(9,\) torch.int64 on cpu for {rows} rows"
+        yield refuse(f"{name} count", counts, scores, v, **{name: torch.arange(9)})
+        bad = torch.arange(rows).int()
+        yield refuse(f"{name} dtype", one_each + r".*torch.int32", scores, v, **{name: bad})
+        bad = torch.arange(rows, device="meta")
+        yield refuse(f"{name} device", one_each + ".*on meta", scores, v, **{name: bad})
 
 
 def dropout_refusals(x: Tensor) -> Iterator[Refusal]:

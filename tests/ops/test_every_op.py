@@ -339,6 +339,7 @@ INDUCTOR_CASES = [
     "gelu: erf",
     "linear: bias",
     "mlp: geglu",
+    "softmax_attention: dropout",
 ]
 
 

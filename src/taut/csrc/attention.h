@@ -5,6 +5,7 @@
 // leave the registers.
 #pragma once
 
+#include "exp.h"
 #include "random.h"
 #include "tile.h"
 
@@ -30,39 +31,6 @@ constexpr int64_t GROUP = 32, BLOCK = 64;  // queries and keys of a block
 constexpr int64_t GROUP = 64, BLOCK = 64;
 #endif
 constexpr int64_t SPAN = KEY_SPAN;  // keys that are packed together
-constexpr float LOG2E = 1.4426950408889634f;
-
-// 2^x: to 3e-6 where the result becomes a bfloat16, else to 1e-7; 0 far below.
-template <class Dot>
-INLINE F exp2_(F x) {
-#if defined(__AVX512F__)
-  const F r = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
-#else
-  x = x < -126.f ? splat(-126.f) : x;
-  const I whole = __builtin_convertvector(x, I);  // towards zero
-  const I floor_x = whole + (x < __builtin_convertvector(whole, F));
-  const F r = x - __builtin_convertvector(floor_x, F);
-#endif
-  F p;
-  if constexpr (Dot::SIZE == 2) {
-    p = r * 0.01353416806f + 0.0520114603f;
-    p = p * r + 0.2414427571f;
-    p = p * r + 0.6930038344f;
-    p = p * r + 1.000002593f;
-  } else {
-    p = r * 2.170225568e-4f + 1.243968775e-3f;
-    p = p * r + 9.678841007e-3f;
-    p = p * r + 5.548334198e-2f;
-    p = p * r + 2.402298363e-1f;
-    p = p * r + 6.931469838e-1f;
-    p = p * r + 1.f;
-  }
-#if defined(__AVX512F__)
-  return (F)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
-#else
-  return (F)((I)p + (floor_x << 23));
-#endif
-}
 
 INLINE Keep first_lanes(int64_t n) {  // of sixteen; n may be below 0 and above 16
   return unpack_bits(n <= 0 ? 0 : n >= LANES ? 0xffff : (1 << n) - 1);

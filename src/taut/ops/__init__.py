@@ -8,6 +8,7 @@ from .linear import linear
 from .mlp import mlp
 from .norm import dropout_add_norm
 from .random import Dropout
+from .softmax_attention import softmax_attention
 
 __all__ = [
     "Dropout",
@@ -18,4 +19,5 @@ __all__ = [
     "gelu",
     "linear",
     "mlp",
+    "softmax_attention",
 ]

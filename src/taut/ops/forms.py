@@ -8,7 +8,15 @@ import torch
 from . import native
 from .linear import probe
 
-KERNEL_OPS = ("attention", "dropout", "dropout_add_norm", "embedding", "gelu", "mlp")
+KERNEL_OPS = (
+    "attention",
+    "dropout",
+    "dropout_add_norm",
+    "embedding",
+    "gelu",
+    "mlp",
+    "softmax_attention",
+)
 
 
 class Form(NamedTuple):

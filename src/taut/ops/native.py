@@ -107,6 +107,14 @@ class _Attention(Structure):  # csrc/attention.h
     )
 
 
+class _Softmax(Structure):  # csrc/softmax_attention.cpp
+    _fields_ = (
+        *((name, c_int64) for name in ("first", "matrices", "heads", "queries", "keys")),
+        *((name, c_void_p) for name in ("scores", "p", "dropped", "dp", "ds", "key_positions")),
+        ("first_head", c_uint32),
+    )
+
+
 _SIGNATURES = {
     "taut_attention_fwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
     "taut_attention_bwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
@@ -120,6 +128,9 @@ _SIGNATURES = {
     "taut_activation_bwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
     "taut_gelu_fwd": (c_int32, c_int64, c_void_p, c_int32, c_void_p, c_void_p),
     "taut_gelu_bwd": (c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p),
+    "taut_products": (*(c_int64,) * 4, *(c_void_p, *(c_int64,) * 3) * 2, c_void_p, c_float),
+    "taut_softmax_fwd": (c_int32, POINTER(_Softmax), POINTER(_Dropout)),
+    "taut_softmax_bwd": (c_int32, POINTER(_Softmax), POINTER(_Dropout)),
     "taut_num_threads": (),
     "taut_column_sum": (c_int32, c_int64, c_int64, c_void_p, c_void_p),
 }
@@ -506,3 +517,53 @@ def embedding_wgrad(
         is_added,
     )
     library.taut_table_grad(_DTYPES[dz.dtype], _DTYPES[out.dtype], byref(a))
+
+
+def _softmax(
+    matrices: dict[str, Tensor | None], first: int, heads: int, arguments: Sequence[Any]
+) -> tuple[_Softmax, _Dropout]:
+    p = matrices["p"]
+    assert p is not None
+    *where, key_positions, first_head = arguments
+    a = _Softmax(
+        first,
+        p.shape[0],
+        heads,
+        *p.shape[1:],
+        key_positions=_pointer(key_positions, torch.int64),
+        first_head=first_head,
+        **{name: _pointer(t, p.dtype) for name, t in matrices.items()},
+    )
+    return a, _dropout(where)
+
+
+def softmax_fwd(
+    scores: Tensor, p: Tensor, dropped: Tensor | None, first: int, heads: int, *arguments: Any
+) -> None:
+    assert library is not None
+    a, d = _softmax({"scores": scores, "p": p, "dropped": dropped}, first, heads, arguments)
+    library.taut_softmax_fwd(_DTYPES[p.dtype], byref(a), byref(d))
+
+
+def softmax_bwd(
+    p: Tensor,
+    dp: Tensor | None,
+    ds: Tensor,
+    dropped: Tensor | None,
+    first: int,
+    heads: int,
+    *arguments: Any,
+) -> None:
+    assert library is not None
+    a, d = _softmax({"p": p, "dp": dp, "ds": ds, "dropped": dropped}, first, heads, arguments)
+    library.taut_softmax_bwd(_DTYPES[p.dtype], byref(a), byref(d))
+
+
+def products(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale * a b, of many small float32 matrices."""
+    assert library is not None
+    assert out.dtype == a.dtype == b.dtype == torch.float32, (out.dtype, a.dtype, b.dtype)
+    assert a.is_cpu, a.device
+    assert b.is_cpu, b.device
+    operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride())
+    library.taut_products(*out.shape, a.shape[2], *operands, _pointer(out), scale)

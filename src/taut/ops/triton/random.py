@@ -145,6 +145,16 @@ def row_sum(x):
 
 
 @triton.jit
+def row_max(x):
+    """The largest of each row of a block."""
+    x = tl.max(x, 4)
+    if IS_REVERSED:
+        return tl.max(tl.max(tl.max(x, 3), 0), 0)
+    else:
+        return tl.max(tl.max(tl.max(x, 0), 2), 1)
+
+
+@triton.jit
 def block_columns(first, VECTOR: tl.constexpr, TILES: tl.constexpr, DROPOUT: tl.constexpr):
     """The columns of a block from column `first`, a multiple of 128, on.
 
@@ -173,6 +183,13 @@ def block_zeros(VECTOR: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def words_and_slots(first, VECTOR: tl.constexpr, TILES: tl.constexpr):
+    """The columns of a block from column `first` on, as keep takes them."""
+    word = _word_axis(tl.arange(0, 4))
+    return word, first // 4 + _tile_axis(tl.arange(0, TILES)) * 32 + _slots(VECTOR)
+
+
+@triton.jit
 def kept(dropout, row, num_rows, first, VECTOR: tl.constexpr, TILES: tl.constexpr):
     """The decisions for a block of features: row (R,) of int64, columns from `first` on."""
     ids_ptr, positions_ptr, k0, k1, threshold = dropout
@@ -181,6 +198,5 @@ def kept(dropout, row, num_rows, first, VECTOR: tl.constexpr, TILES: tl.constexp
         position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
     if ids_ptr is not None:
         sample = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
-    word = _word_axis(tl.arange(0, 4))
-    slot = first // 4 + _tile_axis(tl.arange(0, TILES)) * 32 + _slots(VECTOR)
+    word, slot = words_and_slots(first, VECTOR, TILES)
     return keep(word, slot, row_axis(position), 0, row_axis(sample), k0, k1, threshold)
