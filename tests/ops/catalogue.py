@@ -13,10 +13,12 @@ from torch import Generator, Tensor
 
 from taut import ops
 from taut.ops.attention import attention_reference
+from taut.ops.cross_entropy import cross_entropy_reference
 from taut.ops.dropout import dropout_reference
 from taut.ops.embedding import embedding_reference
 from taut.ops.gelu import gelu_reference
 from taut.ops.linear import linear_reference
+from taut.ops.linear_cross_entropy import linear_cross_entropy_reference
 from taut.ops.mlp import ACTIVATIONS, mlp_reference
 from taut.ops.norm import dropout_add_norm_reference
 from taut.ops.softmax_attention import softmax_attention_reference
@@ -37,6 +39,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     # what wants no gradient, such as ids and offsets, by shape and device
     also: Callable[[Shape, str], dict[str, Any]] | None = None
+    differentiable: int | None = None  # of the output: what follows is told, without a gradient
     p: float = 0.0
     has_ids: bool = True  # whether the dropout is given sample ids and positions
     tokens_a_row: int = 1  # for attention, where sequences of one token would be no test
@@ -199,6 +202,35 @@ def softmax_attention_inputs(
     return [scores, randn(gen, dtype, *sequences, 2, keys, 5)]
 
 
+def head_targets(shape: Shape, device: str, ignored: int = -100) -> dict[str, Any]:
+    """Classes of the head of linear_inputs; every third row has none."""
+    return class_targets((*shape[:-1], 33), device, ignored)
+
+
+def class_targets(shape: Shape, device: str, ignored: int = -100) -> dict[str, Any]:
+    """Classes of logits of this shape; every third row has none."""
+    rows = torch.Size(shape[:-1])
+    targets = torch.randint(shape[-1], (rows.numel(),), generator=Generator().manual_seed(3))
+    targets[1::3] = ignored
+    return {"targets": targets.view(rows).to(device)}
+
+
+def with_each_row(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of inputs that all want a gradient, and beside it that of each row.
+
+    The rounding of a sum, one number, may vanish by luck: that of its terms bounds it.
+    """
+
+    def losses(x, *weight_and_bias, targets, **kwargs):
+        before, after = weight_and_bias[:1], weight_and_bias[1:]
+        loss, rows = form(x, *before, targets, *after, with_rows=True, **kwargs)
+        if kwargs.get("reduction") == "none":
+            return loss[None]  # one element along the first dimension
+        return torch.cat([loss[None] / max(targets.numel(), 1), rows.loss.flatten()])
+
+    return losses
+
+
 def positional_x_bias(form: Callable[..., Any]) -> Callable[..., Any]:
     """dropout_add_norm with its fifth tensor among the inputs, whose gradients are looked at."""
 
@@ -234,6 +266,7 @@ def after_norm_inputs(
 VECTORS = ("weight", "bias", "x_bias")
 TOKENS_A_ROW = 8
 RMS = {"kind": "rms"}
+SMOOTHED: dict[str, Any] = {"label_smoothing": 0.1}
 # oneDNN sums a row of K products in one chain, where MKL keeps up to 64 sums for few rows: up to
 # sqrt(64) times the rounding (measured: 2.9 at K = 3072 and 3.5 at K = 300 on 64 rows of Zen 5,
 # 6.7 at K = 255 on 3 rows of an Intel with AVX-512, where the probe does not choose oneDNN)
@@ -290,6 +323,25 @@ softmax_case = partial(
     fn=ops.softmax_attention,
     reference=softmax_attention_reference,
     make=softmax_attention_inputs,
+)
+
+cross_entropy_case = partial(
+    Case,
+    "cross_entropy",
+    fn=with_each_row(ops.cross_entropy),
+    reference=with_each_row(cross_entropy_reference),
+    make=rows_alone,
+    also=class_targets,
+    differentiable=1,
+)
+head_case = partial(
+    Case,
+    "linear_cross_entropy",
+    fn=with_each_row(ops.linear_cross_entropy),
+    reference=with_each_row(linear_cross_entropy_reference),
+    make=linear_inputs,
+    also=head_targets,
+    differentiable=1,
 )
 
 CASES = [
@@ -356,6 +408,24 @@ CASES = [
         make=partial(after_norm_inputs, make=mlp_inputs),
         p=0.1,
     ),
+    cross_entropy_case("sum"),
+    cross_entropy_case("mean, z-loss", options={"reduction": "mean", "z_loss": 1e-2}),
+    # of one class PyTorch's gradient is exactly 0, of which no rounding is twice
+    cross_entropy_case("none, smoothed", options=SMOOTHED | {"reduction": "none"}, least_width=2),
+    cross_entropy_case(
+        "sum, smoothed as in fairseq", options=SMOOTHED | {"smoothing": "fairseq"}, least_width=2
+    ),
+    head_case("sum"),
+    head_case("sum, no bias", make=partial(linear_inputs, without=("bias",))),
+    head_case("mean, smoothed", options=SMOOTHED | {"reduction": "mean"}),
+    head_case("none", options={"reduction": "none"}),
+    head_case("none, z-loss", options=SMOOTHED | {"reduction": "none", "z_loss": 1e-2}),
+    head_case(
+        "sum, smoothed as in fairseq",
+        options=SMOOTHED | {"smoothing": "fairseq", "ignore_index": 5},
+        also=partial(head_targets, ignored=5),
+    ),
+    head_case("sum, oneDNN", **ONEDNN),
     mlp_case("no biases", make=partial(mlp_inputs, without=("b1", "b2"))),
     mlp_case("oneDNN", p=0.1, **ONEDNN),
     *(
@@ -391,6 +461,12 @@ def count_positions() -> None:
     ).sum().backward()
 
 
+def overwrite_the_logits() -> None:
+    logits, targets = torch.ones(2, 3).requires_grad_(), torch.tensor([0, 2])
+    ops.cross_entropy(logits, targets, in_place=True).backward()
+
+
 CASES_BY_NAME = {str(case): case for case in CASES}
 # Calls that reach raw ops which no case reaches.
 FURTHER_CALLS = [accumulate_into_a_buffer, add_to_a_table_buffer, count_positions]
+FURTHER_CALLS = [accumulate_into_a_buffer, overwrite_the_logits]

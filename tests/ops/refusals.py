@@ -33,22 +33,28 @@ def refusals() -> Iterator[Refusal]:
         "dropout": ops.dropout,
         "dropout_add_norm": lambda x: ops.dropout_add_norm(x, None, None),
         "gelu": ops.gelu,
+        "cross_entropy": lambda x: ops.cross_entropy(x, torch.zeros(2).long()),
         "linear": lambda x: ops.linear(x, torch.ones(3, 4)),
+        "linear_cross_entropy": lambda x: ops.linear_cross_entropy(
+            x, torch.ones(3, 4), torch.zeros(2).long()
+        ),
         "mlp": lambda x: ops.mlp(x, torch.ones(3, 4), None, torch.ones(2, 3), None),
     }.items():
         refuse = partial(Refusal, op)
-        dense = rf"{op}: x must be a dense float32, bfloat16, float16 or float64 tensor; got "
+        name = "logits" if op == "cross_entropy" else "x"
+        dense = rf"{op}: {name} must be a dense float32, bfloat16, float16 or float64 tensor; got "
         yield refuse("integers", partial(one_tensor, x.long()), dense + "torch.int64")
         yield refuse("complex", partial(one_tensor, x + 0j), dense + "torch.complex64")
         yield refuse("sparse", partial(one_tensor, x.to_sparse()), dense + ".*sparse_coo")
         if op != "gelu":
-            shape = rf"{op}: x must be shaped \(\.\.\., D\), D >= 1; got "
+            shape = rf"{op}: {name} must be shaped \(\.\.\., D\), D >= 1; got "
             yield refuse("scalar", partial(one_tensor, torch.ones(())), shape + r"\(\)")
             yield refuse("no columns", partial(one_tensor, torch.ones(2, 0)), shape + r"\(2, 0\)")
     yield from attention_refusals()
     yield from norm_refusals(x, vector)
     yield from embedding_refusals()
     yield from linear_refusals(x)
+    yield from loss_refusals(x)
     yield from mlp_refusals(x)
     yield from dropout_refusals(x)
     yield from softmax_attention_refusals()
@@ -357,6 +363,79 @@ def dropout_refusals(x: Tensor) -> Iterator[Refusal]:
             dropout = ops.Dropout(0.1, 0, **{name: value})
             sentence = f"{op}: dropout.key_positions and first_head are for attention alone"
             yield Refusal(op, name, partial(form, dropout), sentence)
+
+
+def loss_refusals(x: Tensor) -> Iterator[Refusal]:
+    weight, targets = torch.ones(3, 4), torch.tensor([2, 0])
+    forms: dict[str, Callable[..., object]] = {
+        "cross_entropy": lambda targets=targets, **options: ops.cross_entropy(
+            x[:, :3], targets, **options
+        ),
+        "linear_cross_entropy": lambda targets=targets, weight=weight, **options: (
+            ops.linear_cross_entropy(x, weight, targets, **options)
+        ),
+    }
+    for op, form in forms.items():
+
+        def refuse(name: str, sentence: str, op: str = op, form: Any = form, **options: Any) -> Any:
+            return Refusal(op, name, partial(form, **options), f"{op}: {sentence}")
+
+        wanted = r"targets must be int64, shaped \(2,\), on cpu; got "
+        for name, bad, shown in (
+            ("dtype", targets.int(), r"torch.int32, \(2,\), on cpu"),
+            ("shape", targets[None], r"torch.int64, \(1, 2\), on cpu"),
+            ("device", targets.to("meta"), r"torch.int64, \(2,\), on meta"),
+            ("probabilities", x[:, :3], r"torch.float32, \(2, 3\), on cpu"),
+        ):
+            yield refuse(f"targets {name}", wanted + shown, targets=bad)
+        range_of = r"targets must lie in \[0, 3\) or be -100, the ignore_index; row 1 has "
+        for bad_class in (3, -1, 2**40):
+            bad = torch.tensor([0, bad_class])
+            yield refuse(f"class {bad_class}", f"{range_of}{bad_class}", targets=bad)
+            yield refuse(
+                f"class {bad_class}, none", f"{range_of}{bad_class}", targets=bad, reduction="none"
+            )
+        yield refuse(
+            "ignored elsewhere",
+            "targets must .* or be 1, the ignore_index; row 0 has -100",
+            targets=torch.tensor([-100, 1]),
+            ignore_index=1,
+        )
+        for eps in (-0.1, 1.1, float("nan")):
+            sentence = rf"label_smoothing must lie in \[0, 1\]; got {eps}"
+            yield refuse(f"label_smoothing {eps}", sentence, label_smoothing=eps)
+        for z_loss in (-1e-4, float("nan")):
+            sentence = f"z_loss must not be negative; got {z_loss}"
+            yield refuse(f"z_loss {z_loss}", sentence, z_loss=z_loss)
+        sentence = "smoothing must be one of torch, fairseq; got 'uniform'"
+        yield refuse("smoothing", sentence, smoothing="uniform")
+        sentence = "reduction must be one of sum, mean, none; got 'batchmean'"
+        yield refuse("reduction", sentence, reduction="batchmean")
+
+    def one_class(form: Callable[..., object], *inputs: Tensor) -> Callable[[], object]:
+        options = {"smoothing": "fairseq", "label_smoothing": 0.1}
+        return partial(form, *inputs, torch.zeros(2).long(), **options)
+
+    sentence = ": smoothing='fairseq' needs at least two classes; got one"
+    for op, call in {
+        "cross_entropy": one_class(ops.cross_entropy, x[:, :1]),
+        "linear_cross_entropy": one_class(ops.linear_cross_entropy, x, weight[:1]),
+    }.items():
+        yield Refusal(op, "one class", call, op + sentence)
+    for name, sentence, bad_weight, bias in (
+        ("weight shape", r"weight must be shaped \(F, 4\); got \(4, 3\)", weight.t(), None),
+        ("weight dtype", "weight must have the dtype of x, .*float16", weight.half(), None),
+        ("weight device", ELSEWHERE + "weight is on meta", weight.to("meta"), None),
+        ("bias shape", r"bias must be shaped \(3,\); got \(4,\)", weight, x[0]),
+        ("bias dtype", "bias must have the dtype of x, .*float64", weight, weight[:, 0].double()),
+        ("no class", "weight must have at least one row, a class; got none", weight[:0], None),
+    ):
+        yield Refusal(
+            "linear_cross_entropy",
+            name,
+            partial(ops.linear_cross_entropy, x, bad_weight, targets, bias),
+            f"linear_cross_entropy: {sentence}",
+        )
 
 
 REFUSALS = list(refusals())

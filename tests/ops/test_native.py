@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from taut.ops import Dropout, native
+from taut.ops import Dropout, library, native
 from taut.ops.attention import attention_reference
 from taut.ops.embedding import _composite_bwd as embedding_bwd
 from taut.ops.embedding import _composite_fwd as embedding_fwd
@@ -18,7 +18,9 @@ from taut.ops.random import keep_mask
 
 # the libraries that this CPU can run; none in an install without a compiler
 BUILDS = {
-    build: folder for folder in native.library_folders() for build in native.runnable_builds(folder)
+    build: folder
+    for folder in library.library_folders()
+    for build in library.runnable_builds(folder)
 }
 KEYED = Dropout(
     0.1,
@@ -33,8 +35,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture
 def _build(request, monkeypatch):
-    library = native.load_build(BUILDS[request.param], request.param)
-    monkeypatch.setattr(native, "library", library)
+    loaded = library.load_build(BUILDS[request.param], request.param)
+    monkeypatch.setattr(native, "library", loaded)
 
 
 def every_build(test):
@@ -158,9 +160,9 @@ def test_every_build_reads_and_writes_all_halves():
 def test_there_is_one_openmp_runtime():
     """In a process of its own: import taut, run a kernel, look at what is mapped."""
     code = (
-        "import torch, taut; from taut.ops import native\n"
+        "import torch, taut; from taut.ops import library\n"
         "taut.ops.dropout(torch.ones(64, 4096), taut.ops.Dropout(0.5, 0))\n"
-        "print(len(native.openmp_runtimes()))"
+        "print(len(library.openmp_runtimes()))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120

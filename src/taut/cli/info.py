@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from taut.ops import native
+    from taut.ops import library, native
     from taut.ops.forms import forms
 
     console = Console(soft_wrap=True, highlight=False)
     model, features = _cpu_features()
-    folders = ", ".join(map(str, native.library_folders())) or "none"
+    folders = ", ".join(map(str, library.library_folders())) or "none"
     facts = {
         "taut": _version("taut"),
         "python": sys.version.split()[0],
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "cpu": f"{model}, {torch.get_num_threads()} threads",
         "cpu features": " ".join(features) or "unknown",
         "cpu kernels": f"{native.build} (folder: {folders})",
-        "openmp": ", ".join(native.openmp_runtimes()) or "unknown",
+        "openmp": ", ".join(library.openmp_runtimes()) or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     for name, value in facts.items():

@@ -211,6 +211,28 @@ def _(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return form(dout, *arguments)
 
 
+def _triton_takes(q: Tensor) -> bool:
+    return q.dtype != torch.float64 and q.shape[-1] <= 256
+
+
+@torch.library.impl("taut::attention_fwd", "cuda")
+def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if not _triton_takes(q):
+        return _composite_fwd(q, *arguments)
+    from .triton.attention import attention_fwd  # imported on use: a CPU install has no Triton
+
+    return attention_fwd(q, *arguments)
+
+
+@torch.library.impl("taut::attention_bwd", "cuda")
+def _(dout: Tensor, q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if not _triton_takes(q):
+        return _composite_bwd(dout, q, *arguments)
+    from .triton.attention_bwd import attention_bwd
+
+    return attention_bwd(dout, q, *arguments)
+
+
 @torch.library.register_fake("taut::attention_fwd")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, *where):
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -10,10 +10,12 @@ from .linear import probe
 
 KERNEL_OPS = (
     "attention",
+    "cross_entropy",
     "dropout",
     "dropout_add_norm",
     "embedding",
     "gelu",
+    "linear_cross_entropy",
     "mlp",
     "softmax_attention",
 )

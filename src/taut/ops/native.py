@@ -1,188 +1,38 @@
-"""The C++ kernels of csrc/: found, loaded, checked and called here alone.
+"""The C++ kernels of csrc/, checked and called here alone.
 
-They are plain C functions on pointers and sizes (no libtorch), built at install, once per
-instruction set. Without a library (no compiler at install, or run from the source tree) `library`
-is None and every op runs on its composite; `taut info` says which and why.
+Without a library (no compiler at install, or run from the source tree) `library` is None and every
+op runs on its composite; `taut info` says which and why.
 """
 
-import ctypes
 import logging
-import re
-import sys
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
-from pathlib import Path
+from ctypes import byref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check_offsets
+from .library import (
+    Activation,
+    Attention,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    Heads,
+    NormBwd,
+    NormFwd,
+    Softmax,
+    TableGrad,
+    load,
+)
 from .random import derive_key, keep_scale, threshold
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of with_storage in vec.h
-# what taut_cpu_level returns -> libtaut_<build>.so
-_BUILDS = {5: "amx", 4: "v4", 3: "v3", 0: "generic"}
 
-
-class _Dropout(Structure):  # csrc/random.h
-    _fields_ = (
-        ("threshold", c_uint32),
-        ("key0", c_uint32),
-        ("key1", c_uint32),
-        ("scale", c_float),
-        ("sample_ids", c_void_p),
-        ("positions", c_void_p),
-    )
-
-
-class _NormFwd(Structure):  # csrc/norm.cpp
-    _fields_ = (
-        ("rows", c_int64),
-        ("width", c_int64),
-        *((name, c_void_p) for name in ("x", "residual", "x_bias", "weight", "bias")),
-        *((name, c_void_p) for name in ("y", "xhat", "rstd", "sum")),
-        ("eps", c_float),
-        ("is_rms", c_int32),
-    )
-
-
-class _NormBwd(Structure):  # csrc/norm.cpp
-    _fields_ = (
-        ("rows", c_int64),
-        ("width", c_int64),
-        *((name, c_void_p) for name in ("dy", "dsum", "xhat", "rstd", "weight")),
-        *((name, c_void_p) for name in ("dx", "dresidual", "dweight", "dbias", "dx_bias")),
-        ("is_rms", c_int32),
-    )
-
-
-class _Activation(Structure):  # csrc/mlp.cpp
-    _fields_ = (
-        ("rows", c_int64),
-        ("width", c_int64),
-        *((name, c_void_p) for name in ("u", "da", "a", "du", "du_sum")),
-        ("code", c_int32),
-        ("gated", c_int32),
-    )
-
-
-class _Embedding(Structure):  # csrc/embedding.cpp
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_void_p) for name in ("ids", "positions", "types")),
-        *((name, c_void_p) for name in ("weight", "position_weight", "type_weight", "sinusoids")),
-        *((name, c_void_p) for name in ("norm_weight", "norm_bias", "dy", "y", "xhat", "rstd")),
-        *((name, c_void_p) for name in ("dz", "dnorm_weight", "dnorm_bias")),
-        *((name, c_float) for name in ("scale", "eps")),
-    )
-
-
-class _TableGrad(Structure):  # csrc/embedding.cpp
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width", "size")),
-        *((name, c_void_p) for name in ("ids", "dz", "out")),
-        ("padding", c_int64),
-        ("scale", c_float),
-        ("is_added", c_int32),
-    )
-
-
-class _Heads(Structure):  # csrc/attention.h
-    _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64))
-
-
-class _Attention(Structure):  # csrc/attention.h
-    _fields_ = (
-        *((name, c_int64) for name in ("sequences", "heads", "kv_heads", "width")),
-        *((name, c_void_p) for name in ("cu_q", "cu_k")),
-        *((name, _Heads) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
-        ("lse", c_void_p),
-        ("scale", c_float),
-        ("causal", c_int32),
-        ("key_positions", c_void_p),
-        ("first_head", c_uint32),
-    )
-
-
-class _Softmax(Structure):  # csrc/softmax_attention.cpp
-    _fields_ = (
-        *((name, c_int64) for name in ("first", "matrices", "heads", "queries", "keys")),
-        *((name, c_void_p) for name in ("scores", "p", "dropped", "dp", "ds", "key_positions")),
-        ("first_head", c_uint32),
-    )
-
-
-_SIGNATURES = {
-    "taut_attention_fwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
-    "taut_attention_bwd": (c_int32, POINTER(_Attention), POINTER(_Dropout)),
-    "taut_dropout": (c_int32, c_int64, c_int64, c_void_p, c_void_p, POINTER(_Dropout)),
-    "taut_embedding_fwd": (c_int32, POINTER(_Embedding), POINTER(_Dropout)),
-    "taut_embedding_bwd": (c_int32, POINTER(_Embedding), POINTER(_Dropout)),
-    "taut_table_grad": (c_int32, c_int32, POINTER(_TableGrad)),
-    "taut_norm_fwd": (c_int32, POINTER(_NormFwd), POINTER(_Dropout)),
-    "taut_norm_bwd": (c_int32, POINTER(_NormBwd), POINTER(_Dropout)),
-    "taut_activation_fwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
-    "taut_activation_bwd": (c_int32, POINTER(_Activation), POINTER(_Dropout)),
-    "taut_gelu_fwd": (c_int32, c_int64, c_void_p, c_int32, c_void_p, c_void_p),
-    "taut_gelu_bwd": (c_int32, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p),
-    "taut_products": (*(c_int64,) * 4, *(c_void_p, *(c_int64,) * 3) * 2, c_void_p, c_float),
-    "taut_softmax_fwd": (c_int32, POINTER(_Softmax), POINTER(_Dropout)),
-    "taut_softmax_bwd": (c_int32, POINTER(_Softmax), POINTER(_Dropout)),
-    "taut_num_threads": (),
-    "taut_column_sum": (c_int32, c_int64, c_int64, c_void_p, c_void_p),
-}
-
-
-def openmp_runtimes() -> list[str]:
-    """The OpenMP runtimes of this process: one, or threads would fight for the cores."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    return sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b\S*)$", maps.read_text(), re.M)))
-
-
-def _share_openmp() -> None:
-    """Show the runtime that torch brought to our libraries, which name none of their own."""
-    ctypes.CDLL((openmp_runtimes() or ["libgomp.so.1"])[0], mode=ctypes.RTLD_GLOBAL)
-
-
-def load_build(folder: Path, build: str) -> ctypes.CDLL:
-    """One of the built libraries, its functions typed."""
-    loaded = ctypes.CDLL(str(folder / f"libtaut_{build}.so"))
-    for name, types in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes = types
-        function.restype = c_int32 if name == "taut_num_threads" else None
-    return loaded
-
-
-def library_folders() -> list[Path]:
-    """Where an install may have put libraries; an editable one has two folders."""
-    folders = (Path(folder, "lib") for folder in sys.modules["taut"].__path__)
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def runnable_builds(folder: Path) -> list[str]:
-    """The builds in a folder that this CPU can run, the best first."""
-    if not (folder / "libtaut_generic.so").exists():
-        return []
-    _share_openmp()
-    level = ctypes.CDLL(str(folder / "libtaut_generic.so")).taut_cpu_level()
-    builds = [build for needed, build in _BUILDS.items() if needed <= level]
-    return [build for build in builds if (folder / f"libtaut_{build}.so").exists()]
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    for folder in library_folders():
-        for best in runnable_builds(folder):
-            return load_build(folder, best), best
-    return None, "no library: this install was made without a C++ compiler, or runs from source"
-
-
-library, build = _load()
+library, build = load()
 if library is None:
     log.info("CPU ops run on PyTorch composites: %s", build)
 
@@ -207,11 +57,11 @@ def _float(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.to(torch.float32).contiguous()
 
 
-def _dropout(arguments: Sequence[Any]) -> _Dropout:
+def _dropout(arguments: Sequence[Any]) -> Dropout:
     p, seed, step, site, sample_ids, positions = arguments
     if p == 0.0:
-        return _Dropout(threshold=0, scale=1.0)
-    return _Dropout(
+        return Dropout(threshold=0, scale=1.0)
+    return Dropout(
         threshold(p),
         *derive_key(seed, step, site),
         keep_scale(p),
@@ -249,7 +99,7 @@ def norm_fwd(
     rstd = x.new_empty(rows, dtype=torch.float32)
     kept_sum = torch.empty_like(x) if with_sum else x.new_empty(0)
     x_bias, weight, bias = _float(x_bias), _float(weight), _float(bias)
-    a = _NormFwd(
+    a = NormFwd(
         rows,
         width,
         _pointer(x),
@@ -291,7 +141,7 @@ def norm_bwd(
         rstd.new_empty(width if wanted else 0) for wanted in (with_affine, with_affine, with_x_bias)
     )
     weight = _float(weight)
-    a = _NormBwd(
+    a = NormBwd(
         rows,
         width,
         _pointer(dy),
@@ -315,7 +165,7 @@ def activation_fwd(u: Tensor, code: int, gated: bool, arguments: Sequence[Any]) 
     rows, width = _rows(u)
     width = width // 2 if gated else width
     out = u.new_empty(*u.shape[:-1], width)
-    a = _Activation(rows, width, _pointer(u), None, _pointer(out), None, None, code, gated)
+    a = Activation(rows, width, _pointer(u), None, _pointer(out), None, None, code, gated)
     d = _dropout(arguments)
     library.taut_activation_fwd(_DTYPES[u.dtype], byref(a), byref(d))
     return out
@@ -327,7 +177,7 @@ def activation_bwd(
     assert library is not None
     du, out = torch.empty_like(u), torch.empty_like(da)
     du_sum = u.new_empty(u.shape[-1], dtype=torch.float32)
-    a = _Activation(
+    a = Activation(
         *_rows(da),
         _pointer(u),
         _pointer(da, u.dtype),
@@ -373,16 +223,57 @@ def column_sum(x: Tensor) -> Tensor:
     return total
 
 
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    drows: Tensor | None,
+    grad: Tensor | None,
+    loss: Tensor | None,
+    stats: Tensor | None,
+    correct: Tensor | None,
+    *criterion: Any,
+) -> None:
+    assert library is not None
+    ignore_index, *weights = criterion
+    a = CrossEntropy(
+        *_rows(logits),
+        ignore_index,
+        _pointer(logits),
+        _pointer(targets, torch.int64),
+        _pointer(drows, torch.float32),
+        _pointer(grad, logits.dtype),
+        _pointer(loss, torch.float32),
+        _pointer(stats, torch.float32),
+        _pointer(correct, torch.bool),
+        *weights,
+    )
+    library.taut_cross_entropy(_DTYPES[logits.dtype], byref(a))
+
+
+def accumulate(high: Tensor, low: Tensor | None, add: Tensor, has_low: bool, is_last: bool) -> None:
+    """Add to sums in fp32 of which `high` (bfloat16) and `low` (int16) hold half the bits each."""
+    assert library is not None
+    halves = _pointer(high, torch.bfloat16), _pointer(low, torch.int16)
+    library.taut_accumulate(add.numel(), _pointer(add, high.dtype), *halves, has_low, is_last)
+
+
+def with_huge_pages(x: Tensor) -> Tensor:
+    """A large tensor that nobody has written to yet, so that its first touch is cheap."""
+    if library is not None and x.is_cpu:
+        library.taut_use_huge_pages(x.data_ptr(), x.nbytes)
+    return x
+
+
 def _offsets(cu_seqlens: Tensor, tokens: int) -> int | None:
     check_offsets("attention", cu_seqlens, tokens)
     return _pointer(cu_seqlens, torch.int32)
 
 
-def _heads(t: Tensor, dtype: torch.dtype) -> _Heads:
+def _heads(t: Tensor, dtype: torch.dtype) -> Heads:
     assert t.is_cpu, t.device
     assert t.stride(-1) == 1, t.stride()
     assert t.dtype == dtype, (t.dtype, dtype)
-    return _Heads(t.data_ptr(), t.stride(0), t.stride(1))
+    return Heads(t.data_ptr(), t.stride(0), t.stride(1))
 
 
 def _attention(
@@ -393,10 +284,10 @@ def _attention(
     causal: bool,
     scale: float,
     *arguments: Any,
-) -> tuple[_Attention, _Dropout]:
+) -> tuple[Attention, Dropout]:
     q, k = heads["q"], heads["k"]
     *where, key_positions, first_head = arguments
-    a = _Attention(
+    a = Attention(
         cu_seqlens_q.shape[0] - 1,
         q.shape[1],
         k.shape[1],
@@ -456,7 +347,7 @@ def embedding_fwd(
     else:
         position_weight = None
     norm_weight, norm_bias = _float(norm_weight), _float(norm_bias)
-    a = _Embedding(
+    a = Embedding(
         *_rows(y),
         *(_pointer(index, torch.int64) for index in (ids, positions, types)),
         *(_pointer(table, dtype) for table in (weight, position_weight, type_weight)),
@@ -486,7 +377,7 @@ def embedding_bwd(
     is_summed = with_affine and norm_weight is not None
     dnorm_weight, dnorm_bias = (dz.new_empty(width if is_summed else 0) for _ in range(2))
     norm_weight = _float(norm_weight)
-    a = _Embedding(
+    a = Embedding(
         rows,
         width,
         norm_weight=_pointer(norm_weight),
@@ -506,7 +397,7 @@ def embedding_wgrad(
     is_added: bool, out: Tensor, dz: Tensor, ids: Tensor, scale: float, padding_idx: int
 ) -> None:
     assert library is not None
-    a = _TableGrad(
+    a = TableGrad(
         *_rows(dz),
         out.shape[0],
         _pointer(ids, torch.int64),
@@ -521,11 +412,11 @@ def embedding_wgrad(
 
 def _softmax(
     matrices: dict[str, Tensor | None], first: int, heads: int, arguments: Sequence[Any]
-) -> tuple[_Softmax, _Dropout]:
+) -> tuple[Softmax, Dropout]:
     p = matrices["p"]
     assert p is not None
     *where, key_positions, first_head = arguments
-    a = _Softmax(
+    a = Softmax(
         first,
         p.shape[0],
         heads,

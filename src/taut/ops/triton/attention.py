@@ -19,9 +19,7 @@ from torch import Tensor
 
 from .random import IS_INTERPRETED, decide, dropout_arguments
 
-MAX_WIDTH = 256
 LOG2E = tl.constexpr(1 / math.log(2))
-LN2 = tl.constexpr(math.log(2))
 # Data, not shapes: specialised on their values, kernels would be compiled again and again.
 UNSPECIALIZED = ("k0", "k1", "threshold", "first_head", "num_tiles", "num_sequences", "num_queries")
 
@@ -135,7 +133,7 @@ def _schedule_kernel(
 def schedule(
     cu_a: Tensor, cu_b: Tensor, tokens: int, block: int, causal: bool, of_keys: bool
 ) -> Tensor:
-    """(tiles, 2): sequence and number of each tile of `block` tokens, longest first, then -1."""
+    """(tiles, 2): sequence and number of each tile of a, longest first; at the end -1."""
     num_sequences = cu_a.shape[0] - 1
     num_tiles = tokens // block + num_sequences  # each sequence has one that is not full at most
     tiles = cu_a.new_empty(num_tiles, 2)
@@ -428,7 +426,7 @@ def _fwd_kernel(
     share = keep_scale / total
     out_ptr += (start_q * num_heads + head) * WIDTH
     store_tile(out_ptr, acc * share[:, None], first, i, len_q, num_heads * WIDTH, WIDTH, E)
-    lse = (top + tl.log2(total)) * LN2
+    lse = top + tl.log2(total)
     lse_ptr += start_q * num_heads + head
     tl.store(lse_ptr + row.to(tl.int64) * num_heads, lse, mask=row < len_q)
 
@@ -510,7 +508,6 @@ def attention_fwd(
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.numel() == 0:
         return out, lse
-    q, scale = (-q, -scale) if scale < 0 else (q, scale)  # the kernel looks for the largest q k
     blocks = blocks_of(BLOCKS, q)
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     tiles = schedule(*cu_seqlens, q.shape[0], blocks.queries, causal, False)

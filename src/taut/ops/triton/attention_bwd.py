@@ -71,11 +71,12 @@ def _score_gradient(
     p = tl.exp2(dot(a, tl.trans(b)) * exponent - lse)
     if MASKED:
         p = tl.where(is_visible, p, 0.0)
+    dp = dot(da, tl.trans(db))
     kept_p = p
     if DROPOUT:
         kept_p = tl.where(keep, p, 0.0)
-    # p * (keep * dp - delta) with one choice less
-    return kept_p, kept_p * dot(da, tl.trans(db)) - p * delta
+        dp = tl.where(keep, dp, 0.0)
+    return kept_p, p * (dp - delta)
 
 
 @triton.jit
@@ -165,7 +166,7 @@ def _bwd_q_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dq, and for the other kernel, by head: lse as an exponent of 2, sum(dout * out) / c."""
+    """dq, and for the other kernel, by head: lse, sum(dout * out) / c."""
     found = find_tile(tiles_ptr, cu_q_ptr, cu_k_ptr, num_heads)
     sequence, tile, head, start_q, start_k, len_q, len_k = found
     if sequence < 0:
@@ -187,7 +188,8 @@ def _bwd_q_kernel(
     out = load_tile(out_ptr, first, i, len_q, stride_out, WIDTH, E, True)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_scale
     at = start_q * num_heads + head
-    lse = tl.load(lse_ptr + at + row * num_heads, mask=row < len_q, other=0.0) * LOG2E
+    lse = tl.load(lse_ptr + at + row * num_heads, mask=row < len_q, other=0.0)
+    exponent = scale * LOG2E
     statistics_ptr += head * num_queries + start_q
     tl.store(statistics_ptr + row, lse, mask=row < len_q)
     tl.store(statistics_ptr + num_heads * num_queries + row, delta, mask=row < len_q)
@@ -197,7 +199,7 @@ def _bwd_q_kernel(
         seen = tl.minimum(tl.maximum((tile + 1) * QUERIES + len_k - len_q, 0), len_k)
         full = tl.minimum(tl.maximum(tile * QUERIES + 1 + len_k - len_q, 0), len_k)
     full = full // KEYS * KEYS
-    rows, lengths, exponent = (row, position, sample), (len_q, len_k), scale * LOG2E
+    rows, lengths = (row, position, sample), (len_q, len_k)
     dq = _walk_keys(
         tl.zeros((QUERIES, E), tl.float32),
         q,
