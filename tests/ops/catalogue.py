@@ -468,5 +468,9 @@ def overwrite_the_logits() -> None:
 
 CASES_BY_NAME = {str(case): case for case in CASES}
 # Calls that reach raw ops which no case reaches.
-FURTHER_CALLS = [accumulate_into_a_buffer, add_to_a_table_buffer, count_positions]
-FURTHER_CALLS = [accumulate_into_a_buffer, overwrite_the_logits]
+FURTHER_CALLS = [
+    accumulate_into_a_buffer,
+    add_to_a_table_buffer,
+    count_positions,
+    overwrite_the_logits,
+]

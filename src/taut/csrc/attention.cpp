@@ -1,5 +1,6 @@
 // softmax(scale q k^T) v over packed sequences, forward. See ops/attention.py and attention.h.
 #include "attention.h"
+#include "pages.h"
 
 constexpr int64_t TASK_QUERIES = 8 * GROUP;  // which share the packed keys
 // The weights of a query are powers of two relative to a base. It follows the highest score only
@@ -198,6 +199,7 @@ static void attention_fwd(const Attention& a, const Dropout& d) {
 EXPORT void taut_attention_fwd(int32_t dtype, const Attention* a, const Dropout* d) {
   with_storage(dtype, [&](auto tag) {
     using T = decltype(tag);
+    ask_for_huge_pages(a->out.data, a->cu_q[a->sequences] * a->heads * a->width * sizeof(T));
     attention_fwd<T>(*a, *d);
   });
 }

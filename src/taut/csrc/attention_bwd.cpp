@@ -5,6 +5,7 @@
 // sequence is one chunk; else each chunk leaves its share, in fp32, and shares are added in order.
 // What is summed where follows from lengths and heads alone: the bits are those of every run.
 #include "attention.h"
+#include "pages.h"
 
 constexpr int64_t MAX_CHUNKS = 8, WANTED_TASKS = 32;
 
@@ -302,6 +303,10 @@ static void attention_bwd(const Attention& a, const Dropout& d) {
 EXPORT void taut_attention_bwd(int32_t dtype, const Attention* a, const Dropout* d) {
   with_storage(dtype, [&](auto tag) {
     using T = decltype(tag);
+    const int64_t keys = a->cu_k[a->sequences] * a->kv_heads * a->width * sizeof(T);
+    ask_for_huge_pages(a->dq.data, a->cu_q[a->sequences] * a->heads * a->width * sizeof(T));
+    ask_for_huge_pages(a->dk.data, keys);
+    ask_for_huge_pages(a->dv.data, keys);
     attention_bwd<T>(*a, *d);
   });
 }

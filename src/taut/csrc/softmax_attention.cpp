@@ -137,6 +137,7 @@ static void softmax_bwd(const Softmax& a, const Dropout& d) {
   });
 }
 
+
 EXPORT void taut_softmax_fwd(int32_t dtype, const Softmax* a, const Dropout* d) {
   with_storage(dtype, [&](auto tag) {
     using T = decltype(tag);

@@ -123,7 +123,7 @@ class CrossEntropy(Structure):  # csrc/cross_entropy.cpp
 _SIGNATURES = {
     "taut_cross_entropy": (c_int32, POINTER(CrossEntropy)),
     "taut_accumulate": (c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_int32),
-    "taut_use_huge_pages": (c_void_p, c_int64),
+    "taut_ask_for_huge_pages": (c_void_p, c_int64),
     "taut_attention_fwd": (c_int32, POINTER(Attention), POINTER(Dropout)),
     "taut_attention_bwd": (c_int32, POINTER(Attention), POINTER(Dropout)),
     "taut_dropout": (c_int32, c_int64, c_int64, c_void_p, c_void_p, POINTER(Dropout)),

@@ -260,7 +260,7 @@ def accumulate(high: Tensor, low: Tensor | None, add: Tensor, has_low: bool, is_
 def with_huge_pages(x: Tensor) -> Tensor:
     """A large tensor that nobody has written to yet, so that its first touch is cheap."""
     if library is not None and x.is_cpu:
-        library.taut_use_huge_pages(x.data_ptr(), x.nbytes)
+        library.taut_ask_for_huge_pages(x.data_ptr(), x.nbytes)
     return x
 
 

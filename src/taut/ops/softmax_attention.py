@@ -141,6 +141,10 @@ def _scratch(p: Tensor, p_drop: float) -> Tensor | None:
     return torch.empty_like(p[next(_chunks(p), slice(0))]) if p_drop else None
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    return native.with_huge_pages(torch.empty_like(x))
+
+
 def _product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """out = scale * a b, matrix by matrix."""
     if out.is_cpu and out.dtype == torch.float32 and native.takes(out):
@@ -153,7 +157,7 @@ def _fwd(
     softmax: Callable[..., None], scores: Tensor, v: Tensor, p_drop: float, *where: Any
 ) -> tuple[Tensor, Tensor]:
     """Between the products: softmax, one of the forms of _softmax_fwd."""
-    p, out = torch.empty_like(scores), v.new_empty(*scores.shape[:-1], v.shape[-1])
+    p, out = _empty_like(scores), v.new_empty(*scores.shape[:-1], v.shape[-1])
     scores_, v_, p_, out_ = (x.flatten(0, -3) for x in (scores, v, p, out))
     scratch = _scratch(p_, p_drop)
     for chunk in _chunks(p_):
@@ -176,7 +180,7 @@ def _bwd(
     *where: Any,
 ) -> tuple[Tensor, Tensor]:
     """Between the products: softmax, one of the forms of _softmax_bwd."""
-    ds, dv = torch.empty_like(p), v.new_empty(v.shape)
+    ds, dv = _empty_like(p), v.new_empty(v.shape)
     dout_, p_, v_, ds_, dv_ = (x.flatten(0, -3) for x in (dout, p, v, ds, dv))
     dp_ = dp if dp is None else dp.flatten(0, -3)
     scale, scratch = keep_scale(p_drop), _scratch(p_, p_drop)

@@ -267,17 +267,13 @@ def coordinates(ids_ptr, positions_ptr, sequence, start, row, end):
 @triton.jit
 def _walk(
     state,
-    q,
-    rows,
-    k_ptr,
-    v_ptr,
-    stride_k,
-    stride_v,
+    of_queries,
+    of_keys,
     begin,
     end,
     lengths,
     dropout,
-    scale,
+    exponent,
     IS_CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -288,7 +284,8 @@ def _walk(
 ):
     """Online softmax over the keys of [begin, end), all of them visible unless MASKED."""
     acc, total, top = state
-    row, position, sample = rows
+    q, row, position, sample = of_queries
+    k_ptr, v_ptr, stride_k, stride_v = of_keys
     len_q, len_k = lengths
     order = key_order(KEYS, False)
     for first in range(begin, end, KEYS):
@@ -299,14 +296,14 @@ def _walk(
             is_visible = (key < len_k)[None, :]
             if IS_CAUSAL:
                 is_visible &= key[None, :] <= row[:, None] + (len_k - len_q)
-            s = tl.where(is_visible, s * scale, -float("inf"))
+            s = tl.where(is_visible, s * exponent, -float("inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
             shift = tl.where(new_top == -float("inf"), 0.0, new_top)  # no key seen as yet
             p = tl.exp2(s - shift[:, None])
         else:
-            new_top = tl.maximum(top, tl.max(s, 1) * scale)
+            new_top = tl.maximum(top, tl.max(s, 1) * exponent)
             shift = new_top
-            p = tl.exp2(s * scale - shift[:, None])
+            p = tl.exp2(s * exponent - shift[:, None])
         rescale = tl.exp2(top - shift)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
@@ -379,15 +376,12 @@ def _fwd_kernel(
         tl.zeros((QUERIES,), tl.float32),
         tl.full((QUERIES,), -float("inf"), tl.float32),
     )
-    rows, lengths = (row, position, sample), (len_q, len_k)
+    of_queries, of_keys = (q, row, position, sample), (k_ptr, v_ptr, stride_k, stride_v)
+    lengths = (len_q, len_k)
     state = _walk(
         state,
-        q,
-        rows,
-        k_ptr,
-        v_ptr,
-        stride_k,
-        stride_v,
+        of_queries,
+        of_keys,
         0,
         full,
         lengths,
@@ -403,12 +397,8 @@ def _fwd_kernel(
     )
     acc, total, top = _walk(
         state,
-        q,
-        rows,
-        k_ptr,
-        v_ptr,
-        stride_k,
-        stride_v,
+        of_queries,
+        of_keys,
         full,
         seen,
         lengths,

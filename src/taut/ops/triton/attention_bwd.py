@@ -59,38 +59,36 @@ def _score_gradient(
     b,
     da,
     db,
-    lse,
-    delta,
+    statistics,
     is_visible,
     keep,
     exponent,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The probabilities that are kept, and ds / c, for queries and keys as rows or as columns."""
+    """p, what the dropout keeps of it, and ds / c, for queries and keys as rows or as columns."""
+    lse, delta, share = statistics
     p = tl.exp2(dot(a, tl.trans(b)) * exponent - lse)
+    if a.dtype == tl.float32:
+        p *= share
     if MASKED:
         p = tl.where(is_visible, p, 0.0)
     dp = dot(da, tl.trans(db))
     kept_p = p
     if DROPOUT:
         kept_p = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp, 0.0)
-    return kept_p, p * (dp - delta)
+        if a.dtype == tl.float32:
+            dp = tl.where(keep, dp, 0.0)
+        else:  # one choice less; what it costs is far below the rounding of ds to 16 bits
+            return p, kept_p, kept_p * dp - p * delta
+    return p, kept_p, p * (dp - delta)
 
 
 @triton.jit
 def _walk_keys(
-    dq,
-    q,
-    dout,
-    lse,
-    delta,
-    rows,
-    k_ptr,
-    v_ptr,
-    stride_k,
-    stride_v,
+    sums,
+    of_queries,
+    of_keys,
     begin,
     end,
     lengths,
@@ -103,8 +101,12 @@ def _walk_keys(
     KEYS: tl.constexpr,
     E: tl.constexpr,
     MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    row, position, sample = rows
+    """Over the keys of [begin, end), adds to dq, or in a first walk up p and p * dp."""
+    dq, total, mean = sums
+    q, dout, statistics, row, position, sample = of_queries
+    k_ptr, v_ptr, stride_k, stride_v = of_keys
     len_q, len_k = lengths
     order = key_order(KEYS, False)
     for first in range(begin, end, KEYS):
@@ -117,11 +119,15 @@ def _walk_keys(
         keep = None
         if DROPOUT:
             keep = decisions(dropout, position, sample, first, len_k, QUERIES, KEYS, False)
-        ds = _score_gradient(
-            q, k, dout, v, lse, delta, is_visible, keep, exponent, DROPOUT, MASKED
-        )[1]
-        dq = dot(ds.to(k.dtype), k, dq)
-    return dq
+        terms = _score_gradient(
+            q, k, dout, v, statistics, is_visible, keep, exponent, DROPOUT, MASKED
+        )
+        if FIRST:
+            total += tl.sum(terms[0], 1)
+            mean += tl.sum(terms[2], 1)
+        else:
+            dq = dot(terms[2].to(k.dtype), k, dq)
+    return dq, total, mean
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -166,7 +172,7 @@ def _bwd_q_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dq, and for the other kernel, by head: lse, sum(dout * out) / c."""
+    """dq, and for the other kernel, by head: lse, delta / c, the share of p in a sum of 1."""
     found = find_tile(tiles_ptr, cu_q_ptr, cu_k_ptr, num_heads)
     sequence, tile, head, start_q, start_k, len_q, len_k = found
     if sequence < 0:
@@ -186,31 +192,52 @@ def _bwd_q_kernel(
     out_ptr += start_q * stride_out + head * head_stride_out
     dout = load_tile(dout_ptr, first, i, len_q, stride_dout, WIDTH, E, True)
     out = load_tile(out_ptr, first, i, len_q, stride_out, WIDTH, E, True)
-    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_scale
     at = start_q * num_heads + head
     lse = tl.load(lse_ptr + at + row * num_heads, mask=row < len_q, other=0.0)
-    exponent = scale * LOG2E
-    statistics_ptr += head * num_queries + start_q
-    tl.store(statistics_ptr + row, lse, mask=row < len_q)
-    tl.store(statistics_ptr + num_heads * num_queries + row, delta, mask=row < len_q)
     q = load_tile(q_ptr, first, i, len_q, stride_q, WIDTH, E, True)
     seen, full = len_k, len_k
     if IS_CAUSAL:
         seen = tl.minimum(tl.maximum((tile + 1) * QUERIES + len_k - len_q, 0), len_k)
         full = tl.minimum(tl.maximum(tile * QUERIES + 1 + len_k - len_q, 0), len_k)
     full = full // KEYS * KEYS
-    rows, lengths = (row, position, sample), (len_q, len_k)
-    dq = _walk_keys(
-        tl.zeros((QUERIES, E), tl.float32),
-        q,
-        dout,
-        lse[:, None],
-        delta[:, None],
-        rows,
-        k_ptr,
-        v_ptr,
-        stride_k,
-        stride_v,
+    of_keys, lengths = (k_ptr, v_ptr, stride_k, stride_v), (len_q, len_k)
+    zero, exponent = tl.zeros((QUERIES,), tl.float32), scale * LOG2E
+    sums = (tl.zeros((QUERIES, E), tl.float32), zero, zero)
+    if q_ptr.dtype.element_ty == tl.float32:
+        # in fp32 the rounding of lse and out counts: a walk of its own finds what p adds up to, and
+        # delta
+        share = zero + 1.0
+        statistics = (lse[:, None], zero[:, None], share[:, None])
+        of_queries = (q, dout, statistics, row, position, sample)
+        sums = _walk_keys(
+            sums,
+            of_queries,
+            of_keys,
+            0,
+            seen,
+            lengths,
+            dropout,
+            exponent,
+            IS_CAUSAL,
+            DROPOUT,
+            WIDTH,
+            QUERIES,
+            KEYS,
+            E,
+            True,
+            True,
+        )
+        share = 1.0 / tl.where(sums[1] > 0.0, sums[1], 1.0)
+        delta = sums[2] * share
+    else:
+        share = zero
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_scale
+    statistics = (lse[:, None], delta[:, None], share[:, None])
+    of_queries = (q, dout, statistics, row, position, sample)
+    sums = _walk_keys(
+        sums,
+        of_queries,
+        of_keys,
         0,
         full,
         lengths,
@@ -223,18 +250,12 @@ def _bwd_q_kernel(
         KEYS,
         E,
         False,
+        False,
     )
-    dq = _walk_keys(
-        dq,
-        q,
-        dout,
-        lse[:, None],
-        delta[:, None],
-        rows,
-        k_ptr,
-        v_ptr,
-        stride_k,
-        stride_v,
+    sums = _walk_keys(
+        sums,
+        of_queries,
+        of_keys,
         full,
         seen,
         lengths,
@@ -247,9 +268,22 @@ def _bwd_q_kernel(
         KEYS,
         E,
         True,
+        False,
     )
+    statistics_ptr += head * num_queries + start_q + row
+    tl.store(statistics_ptr, lse, mask=row < len_q)
+    tl.store(statistics_ptr + num_heads * num_queries, delta, mask=row < len_q)
+    if q_ptr.dtype.element_ty == tl.float32:
+        tl.store(statistics_ptr + 2 * num_heads * num_queries, share, mask=row < len_q)
     store_tile(
-        dq_ptr + at * WIDTH, dq * (scale * keep_scale), first, i, len_q, num_heads * WIDTH, WIDTH, E
+        dq_ptr + at * WIDTH,
+        sums[0] * (scale * keep_scale),
+        first,
+        i,
+        len_q,
+        num_heads * WIDTH,
+        WIDTH,
+        E,
     )
 
 
@@ -262,8 +296,8 @@ def _walk_queries(
     first_key,
     q_ptr,
     dout_ptr,
-    lse_ptr,
-    delta_ptr,
+    statistics_ptr,
+    of_heads,
     ids_ptr,
     positions_ptr,
     sequence,
@@ -289,19 +323,22 @@ def _walk_queries(
         row = first + i
         q = load_tile(q_ptr, first, i, len_q, stride_q, WIDTH, E, True)
         dout = load_tile(dout_ptr, first, i, len_q, stride_dout, WIDTH, E, True)
-        lse = tl.load(lse_ptr + row, mask=row < len_q, other=0.0)
-        delta = tl.load(delta_ptr + row, mask=row < len_q, other=0.0)
+        lse = tl.load(statistics_ptr + row, mask=row < len_q, other=0.0)
+        delta = tl.load(statistics_ptr + of_heads + row, mask=row < len_q, other=0.0)
+        share = lse
+        if q_ptr.dtype.element_ty == tl.float32:
+            share = tl.load(statistics_ptr + 2 * of_heads + row, mask=row < len_q, other=0.0)
         is_visible = key[:, None] <= row[None, :] + (len_k - len_q)
         keep = None
         if DROPOUT:
             position, sample = coordinates(ids_ptr, positions_ptr, sequence, start_q, row, len_q)
             keep = decisions(dropout, position, sample, first_key, len_k, QUERIES, KEYS, True)
-        lse, delta = lse[None, :], delta[None, :]
-        kept_p, ds = _score_gradient(
-            k, q, v, dout, lse, delta, is_visible, keep, exponent, DROPOUT, IS_CAUSAL
+        statistics = (lse[None, :], delta[None, :], share[None, :])
+        terms = _score_gradient(
+            k, q, v, dout, statistics, is_visible, keep, exponent, DROPOUT, IS_CAUSAL
         )
-        dv = dot(kept_p.to(dout.dtype), dout, dv)
-        dk = dot(ds.to(q.dtype), q, dk)
+        dv = dot(terms[1].to(dout.dtype), dout, dv)
+        dk = dot(terms[2].to(q.dtype), q, dk)
     return dk, dv
 
 
@@ -368,7 +405,6 @@ def _bwd_kv_kernel(
     for i in range(0, group):
         head = kv_head * group + i
         dropout = (key_positions_ptr, 1 + first_head + head.to(tl.int32), k0, k1, threshold)
-        statistics_of_head = statistics_ptr + head * num_queries + start_q
         dk, dv = _walk_queries(
             dk,
             dv,
@@ -377,8 +413,8 @@ def _bwd_kv_kernel(
             first_key,
             q_ptr + start_q * stride_q + head * head_stride_q,
             dout_ptr + start_q * stride_dout + head * head_stride_dout,
-            statistics_of_head,
-            statistics_of_head + num_kv_heads * group * num_queries,
+            statistics_ptr + head * num_queries + start_q,
+            num_kv_heads * group * num_queries,
             ids_ptr,
             positions_ptr,
             sequence,
@@ -413,7 +449,7 @@ def launch_bwd_q(
     scale: float,
     *where: Any,
 ) -> None:
-    """Writes statistics, (2, H, Tq), and dq for the queries of these tiles."""
+    """Writes statistics and dq for the queries of these tiles."""
     q, k, v, dout, out, *_ = tensors
     heads = q.shape[1]
     with torch.cuda.device_of(q):
@@ -461,6 +497,12 @@ def launch_bwd_kv(
         )
 
 
+def new_statistics(q: Tensor) -> Tensor:
+    """What the kernel of dq leaves to that of dk and dv."""
+    rows = 3 if q.dtype == torch.float32 else 2
+    return q.new_empty(rows, q.shape[1], q.shape[0], dtype=torch.float32)
+
+
 def attention_bwd(
     dout: Tensor,
     q: Tensor,
@@ -475,7 +517,7 @@ def attention_bwd(
     *where: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    statistics = lse.new_empty(2, q.shape[1], q.shape[0])
+    statistics = new_statistics(q)
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     if q.numel():
         blocks = blocks_of(BLOCKS_Q, q)
