@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ HEADS, WIDTH = 12, 64
 # lengths of the MLPerf Wikipedia set, cut at 512: half of the tokens of a padded batch are real
 WIKIPEDIA = [512, 512, 512, 384, 301, 256, 210, 180, 154, 128, 111, 96, 77, 60, 44, 25]
 GEMM = (768, 3072)  # columns in and out of the floor: one GEMM of as many operations
-CASES = {  # lengths, causal, p -> {dtype: times the peer's speed}
+# lengths, causal, p -> {dtype: times the peer's speed}
+ON_CPU = {
     "8 x 256": ([256] * 8, False, 0.0, {torch.float32: 2.5, torch.bfloat16: 5}),
     "4 x 512": ([512] * 4, False, 0.0, {torch.float32: 2.5, torch.bfloat16: 5}),
     "8 x 256 p=0.1": ([256] * 8, False, 0.1, {torch.float32: 5, torch.bfloat16: 12}),
@@ -26,23 +28,42 @@ CASES = {  # lengths, causal, p -> {dtype: times the peer's speed}
     "wikipedia p=0.1": (WIKIPEDIA, False, 0.1, {torch.bfloat16: 20}),
     "4 x 1024 causal": ([1024] * 4, True, 0.0, {torch.bfloat16: 3}),
 }
+ON_GPU: dict[str, tuple[list[int], bool, float, dict]] = {
+    "32 x 512": ([512] * 32, False, 0.0, {}),
+    "32 x 512 p=0.1": ([512] * 32, False, 0.1, {}),
+    "wikipedia": (WIKIPEDIA * 6, False, 0.0, {}),
+    "wikipedia p=0.1": (WIKIPEDIA * 6, False, 0.1, {}),
+    "8 x 2048 causal": ([2048] * 8, True, 0.0, {}),
+}
+CASES = {"cpu": ON_CPU, "cuda": ON_GPU}
 
 
-def padded_sdpa(lengths, causal, p, q, k, v):
+def padded_sdpa(mask, batch, causal, p, q, k, v):
     """What an eager model does: (B, H, S, E) views of padded rows, a mask where lengths differ."""
-    longest = max(lengths)
-    mask = None
-    if min(lengths) < longest:
-        seen = (
-            torch.arange(longest, device=q.device) < torch.tensor(lengths, device=q.device)[:, None]
-        )
-        mask = seen[:, None, None, :]
-    q, k, v = (x.unflatten(0, (len(lengths), longest)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
+
+
+def padding_mask(lengths, device):
+    """(B, 1, 1, S), True where a key is real; none where all are."""
+    if min(lengths) == max(lengths):
+        return None
+    seen = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return seen[:, None, None, :].to(device)
 
 
 def packed(cu_seqlens, causal, p, q, k, v):
     return attention(q, k, v, cu_seqlens, causal=causal, dropout=Dropout(p, seed=1))
+
+
+def varlen(cu_seqlens, longest, causal, q, k, v):
+    """What torch has for packed sequences, on a GPU, without dropout."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    mask = {"window_size": (-1, 0)} if causal else {}
+    if "is_causal" in signature(varlen_attn).parameters:  # until torch 2.11
+        mask = {"is_causal": causal}
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **mask)
 
 
 def real_rows(lengths, device):
@@ -58,7 +79,7 @@ def draw(shape, dtype, device, seed):
 
 
 def compare_case(report, name, dtype, device):
-    lengths, causal, p, targets = CASES[name]
+    lengths, causal, p, targets = CASES[device][name]
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     rows = real_rows(lengths, device)
     padded = [
@@ -81,7 +102,10 @@ def compare_case(report, name, dtype, device):
     def step(form, tensors, dout):
         return torch.autograd.grad(form(*tensors), tensors, dout)
 
-    peer, ours = partial(padded_sdpa, lengths, causal, p), partial(packed, cu_seqlens, causal, p)
+    peer, ours = (
+        partial(padded_sdpa, padding_mask(lengths, device), len(lengths), causal, p),
+        partial(packed, cu_seqlens, causal, p),
+    )
     seen = sum(n * n // (2 if causal else 1) for n in lengths)
     flops = 14 * HEADS * WIDTH * seen  # seven products: two forward, and one of them again
     x = draw((flops // (2 * GEMM[0] * GEMM[1]), GEMM[0]), dtype, device, 5)
@@ -89,13 +113,18 @@ def compare_case(report, name, dtype, device):
     targets = {"sdpa": targets[dtype]} if dtype in targets else {}
     if name == "4 x 512" and dtype == torch.bfloat16:
         targets["gemm"] = 0.4
+    steps = {
+        "sdpa": partial(step, peer, padded, dpadded),
+        "taut": partial(step, ours, inputs, dout),
+        "gemm": partial(forward, x, weight, None),
+    }
+    if device == "cuda" and p == 0 and dtype == torch.bfloat16:
+        steps["varlen"] = partial(
+            step, partial(varlen, cu_seqlens, max(lengths), causal), inputs, dout
+        )
     report.compare(
         f"attention {name} {dtype}",
-        {
-            "sdpa": partial(step, peer, padded, dpadded),
-            "taut": partial(step, ours, inputs, dout),
-            "gemm": partial(forward, x, weight, None),
-        },
+        steps,
         flops=flops,
         saved={"sdpa": saved_bytes(peer, *padded), "taut": saved_bytes(ours, *inputs)},
         targets=targets,
@@ -130,7 +159,7 @@ def print_peak(tokens: int) -> None:
 def main(device: str) -> None:
     report = Report("attention", device)
     for dtype in (torch.float32, torch.bfloat16):
-        for name in CASES:
+        for name in CASES[device]:
             compare_case(report, name, dtype, device)
     if device == "cpu":
         peaks = {tokens: peak_extra_mib(tokens) for tokens in (8192, 16384, 32768)}
