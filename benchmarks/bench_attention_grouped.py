@@ -19,10 +19,10 @@ from taut.testing import assert_accurate
 HEADS, WIDTH = 12, 64
 BATCHES = (32, 128)  # sequences: less than a wave of blocks, and several
 CLASSES = (128, 256, 384, 512)  # and longer
-# Queries, keys, warps, stages of a class: short sequences fill a small tile only.
-FORWARD = [(64, 128, 4, 2), (128, 128, 8, 2), (128, 128, 8, 2), (128, 128, 8, 2), (128, 128, 8, 2)]
-BACKWARD_Q = [(64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)]
-BACKWARD_K = [(32, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2)]
+# Blocks of a class: short sequences fill small tiles only.
+FORWARD = [(64, 128, 4, 2)] + 4 * [(128, 128, 8, 2)]
+BACKWARD_Q = [(64, 64, 4, 2)] + 4 * [(128, 64, 8, 2)]
+BACKWARD_K = [(32, 64, 4, 2)] + 4 * [(64, 128, 8, 2, True)]
 
 
 def class_of(length: int) -> int:

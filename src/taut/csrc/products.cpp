@@ -88,10 +88,13 @@ EXPORT void taut_products(int64_t matrices, int64_t rows, int64_t columns, int64
                               totals.data() + r * PANEL + lane);
           });
         }
-        for (int64_t r = 0; r < count; ++r)
+        for (int64_t r = 0; r < count; ++r) {
+          const float* total = totals.data() + r * PANEL;
+          float* to = out + (m * rows + first + r) * columns + c;
           for_columns(width, [&](int64_t i, auto n) INLINE_LAMBDA {
-            store(out + (m * rows + first + r) * columns + c + i, load(totals.data() + r * PANEL + i, Full{}) * scale, n);
+            store(to + i, load(total + i, Full{}) * scale, n);
           });
+        }
       }
     }
   }

@@ -72,7 +72,8 @@ INLINE float row_max(int64_t width, const T* from) {
 
 // A row without a visible key becomes zero.
 template <class T, bool DROPS>
-static void softmax_row(int64_t width, const T* scores, T* p, T* dropped, const uint16_t* bits, float* powers) {
+static void softmax_row(int64_t width, const T* scores, T* p, T* dropped, const uint16_t* bits,
+                        float* powers) {
   const float highest = row_max(width, scores);
   const F top = splat(highest == -INFINITY ? 0 : highest), log2e = splat(LOG2E);
   const float total = sum_lanes(sum_row(width, [&](int64_t c, auto n) INLINE_LAMBDA {

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench_attention_grouped import Grouped
 from taut.ops import Dropout
 from taut.ops.attention import attention_reference
-from taut.ops.random import NO_DROPOUT, attention_arguments
+from taut.ops.random import NO_DROPOUT, attention_arguments, keep_heads
 from taut.ops.triton import attention as kernels
 from taut.ops.triton import attention_bwd as backward_kernels
-from taut.ops.triton.attention import Blocks
+from taut.ops.triton.attention import Blocks, schedule
 from taut.testing import assert_accurate
 from tests.ops.triton.setting import DEVICE, DTYPES, randn, without_grad
 
@@ -23,7 +24,7 @@ bwd = without_grad(backward_kernels.attention_bwd)
 CASES = {
     "self": ([1, 7, 64, 0, 33], None, 2, 2, 16),
     "cross": ([5, 0, 40, 9], [3, 4, 0, 150], 1, 1, 33),
-    "groups of heads": ([70, 9], [140, 3], 4, 2, 64),
+    "groups of heads": ([70, 9], [140, 3], 2, 1, 64),
     "wide": ([50], [40], 1, 1, 80),
     "wider": ([17, 3], None, 1, 1, 130),
 }
@@ -159,12 +160,128 @@ def test_log_sum_exp_is_of_powers_of_two_and_infinite_without_keys():
     torch.testing.assert_close(lse[2, 0] * math.log(2), 0.5 * q[2, 0] @ k[0, 0])
 
 
-def kept_by_forward(heads, first_head, dropout, cu_seqlens, width):
-    """Equal weights on values that are the rows of an identity: out is the mask, scaled."""
-    q = torch.zeros(int(cu_seqlens[0][-1]), heads, width, device=DEVICE)
-    k = torch.zeros(int(cu_seqlens[1][-1]), 1, width, device=DEVICE)
-    v = torch.eye(len(k), width, device=DEVICE)[:, None]
-    where = attention_arguments("attention", dropout, q, k)
-    out, lse = fwd(q, k, v, *cu_seqlens, False, 1.0, *where)
-    # dq of head h is the sum over keys of ds k: with k = v and dout = a row of ones ...
-    return out, (q, k, v, out, lse, where)
+QUERIES, KEYS, MASK_HEADS, MASK_WIDTH = [3, 18], [20, 140], 2, 256
+
+
+def masks_of_kernels(dropout, dtype):
+    """What each kernel keeps, (heads, queries, keys) a sequence, where all weights are equal."""
+    cu_seqlens = offsets(QUERIES), offsets(KEYS)
+    ones = torch.ones(1, MASK_HEADS, 1, dtype=dtype, device=DEVICE)
+    one_per_query, one_per_key = (
+        torch.cat([torch.eye(n, MASK_WIDTH, dtype=dtype, device=DEVICE) for n in lengths])
+        for lengths in (QUERIES, KEYS)
+    )
+    one_per_query, one_per_key = (x[:, None] * ones for x in (one_per_query, one_per_key))
+    q, v = torch.zeros_like(one_per_query), torch.ones_like(one_per_key)
+    where = attention_arguments("attention", dropout, q, v)
+    arguments = (*cu_seqlens, False, 1.0, *where)
+    out, _ = fwd(q, one_per_key, one_per_key, *arguments)
+    _, _, dv = bwd(
+        one_per_query, q, one_per_key, v, *fwd(q, one_per_key, v, *arguments), *arguments
+    )
+    forward = [x.transpose(0, 1) != 0 for x in out.split(QUERIES)]
+    of_kv = [x.permute(1, 2, 0) != 0 for x in dv.split(KEYS)]
+    # dp is the same for all: ds is positive where it is kept
+    dout = torch.ones_like(q)
+    dq, *_ = bwd(dout, q, one_per_key, v, *fwd(q, one_per_key, v, *arguments), *arguments)
+    of_q = [x.transpose(0, 1) > 0 for x in dq.split(QUERIES)]
+    for (n, m), *three in zip(zip(QUERIES, KEYS, strict=True), forward, of_q, of_kv, strict=True):
+        yield [three[0][..., :m], three[1][..., :m], three[2][:, :n]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"), [(32, torch.bfloat16), (64, torch.bfloat16), (128, torch.float32)]
+)
+def test_masks_are_those_of_keep_heads(keys, dtype, monkeypatch):
+    if DEVICE == "cpu":
+        set_blocks(monkeypatch, 16, keys)
+    gen = torch.Generator().manual_seed(2)
+    shuffled = torch.cat([torch.randperm(n, generator=gen) + 100 for n in KEYS]).to(DEVICE)
+    ids, positions = torch.randint(2**32, (2, sum(QUERIES)), generator=gen).to(DEVICE)
+    given = Dropout(0.4, 3, 4, 5, ids, positions, shuffled, 11)
+    for dropout in (Dropout(0.4, 3, 4, 5), given):
+        rows = keys_before = 0
+        masks = masks_of_kernels(dropout, dtype)
+        for i, (n, m, kernels_kept) in enumerate(zip(QUERIES, KEYS, masks, strict=True)):
+            coordinates = (torch.full((n,), i), torch.arange(n), torch.arange(m))
+            if dropout is given:
+                of_rows, of_keys = slice(rows, rows + n), slice(keys_before, keys_before + m)
+                coordinates = (ids[of_rows], positions[of_rows], shuffled[of_keys])
+            want = keep_heads(
+                MASK_HEADS, dropout.first_head, *(x.to(DEVICE) for x in coordinates), 0.4, 3, 4, 5
+            )
+            assert all(torch.equal(kept, want) for kept in kernels_kept)
+            rows, keys_before = rows + n, keys_before + m
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_tiles_come_longest_first_and_each_once(causal, of_keys):
+    gen = torch.Generator().manual_seed(3)
+    lengths = torch.randint(200, (2, 70), generator=gen)
+    lengths[0, ::9], lengths[1, ::7] = 0, 0
+    a, b = lengths.tolist()
+    block, tokens = 16, sum(a)
+    tiles = schedule(offsets(a), offsets(b), tokens, block, causal, of_keys).tolist()
+    assert len(tiles) == tokens // block + len(a)
+    used = [tile for tile in tiles if tile[0] >= 0]
+    assert tiles[: len(used)] == used
+    assert sorted(used) == [[i, t] for i, n in enumerate(a) for t in range(-(-n // block))]
+
+    def cost(sequence, tile):
+        first, len_a, len_b = tile * block, a[sequence], b[sequence]
+        if causal:
+            return max(0, min(len_b, len_a - first if of_keys else first + 1 + len_b - len_a))
+        return len_b
+
+    costs = [cost(*tile) for tile in used]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_repeats_have_the_same_bits():
+    tensors, cu_seqlens = inputs_of("cross", torch.bfloat16)
+    where = attention_arguments("attention", Dropout(0.2, 1), *tensors[:2])
+    first, second = (by_kernels(cu_seqlens, True, 0.125, where)(*tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_sequences_do_not_see_each_other():
+    """NaN in one of them reaches no other, nor what lies behind the last one."""
+    tensors, cu_seqlens = inputs_of("self")
+    arguments = cu_seqlens, True, 0.25, NOWHERE
+    want = by_kernels(*arguments)(*tensors)
+    rows = slice(8, 72)
+    for x in tensors:
+        x[rows] = torch.nan
+    for got, expected in zip(by_kernels(*arguments)(*tensors), want, strict=True):
+        assert got[rows].isnan().all()
+        assert torch.equal(got[:8], expected[:8])
+        assert torch.equal(got[72:], expected[72:])
+
+
+def test_no_rows_on_either_side():
+    q, k, v = randn(0, 2, 8), randn(3, 1, 8), randn(3, 1, 8)
+    arguments = (offsets([0]), offsets([3])), False, 1.0, NOWHERE
+    out, dq, dk, dv = by_kernels(*arguments)(q, k, v, q)
+    assert out.shape == dq.shape == q.shape
+    assert not dk.any()
+    assert not dv.any()
+    arguments = (offsets([3]), offsets([0])), True, 1.0, NOWHERE
+    out, dq, dk, dv = by_kernels(*arguments)(k, q[:, :1], q[:, :1], k)
+    assert dk.shape == dv.shape == (0, 1, 8)
+    assert not out.any()
+    assert not dq.any()
+
+
+def test_groups_by_length_give_what_one_launch_gives(monkeypatch):
+    lengths = [130, 3, 300, 128, 40]
+    tables = [[(64, 64, 4, 1)] * 5] * 3
+    set_blocks(monkeypatch, 64, 64)
+    q, k, v = randn(sum(lengths), 3, 1, 16, dtype=torch.bfloat16).unbind(1)
+    dout = randn(sum(lengths), 1, 16, dtype=torch.bfloat16, seed=1)
+    where = attention_arguments("attention", Dropout(0.1, 1), q, k)
+    grouped = Grouped(lengths, DEVICE, tables)
+    assert [len(group[1][0]) for group in grouped.groups] == [4, 3, 5]
+    got = without_grad(grouped)(q, k, v, dout, 0.25, *where)
+    want = by_kernels(grouped.cu_seqlens, False, 0.25, where)(q, k, v, dout)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

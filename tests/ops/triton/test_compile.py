@@ -97,18 +97,17 @@ def call_activation(activation: str, width: int, dtype: torch.dtype, p: float) -
     activation_bwd(activation_fwd(u, activation, *dropout), u, activation, *dropout)
 
 
-def call_attention(
-    width: int, dtype: torch.dtype, p: float = 0.0, causal: bool = False, has_keys: bool = False
-) -> None:
-    """Forward and backward, with keys by number or given."""
+def call_attention(width: int, dtype: torch.dtype, is_bare: bool = False) -> None:
+    """Causal with dropout, or without either, on views of one projection."""
     from taut.ops.triton.attention import attention_fwd
     from taut.ops.triton.attention_bwd import attention_bwd
 
-    q, k = (torch.empty(ROWS, heads, width, dtype=dtype, device="meta") for heads in (12, 4))
+    q, k, v = torch.empty(ROWS, 3, 12, width, dtype=dtype, device="meta").unbind(1)
     offsets = torch.empty(33, dtype=torch.int32, device="meta")
-    where = coordinates(p) if has_keys else (p, 1, 2, 3, None, None)
-    arguments = (offsets, offsets, causal, 0.125, *where, where[-1], 0)
-    attention_bwd(q, q, k, k, *attention_fwd(q, k, k, *arguments), *arguments)
+    where = (0.0 if is_bare else 0.1, 1, 2, 3, None, None, None, 0)
+    arguments = (offsets, offsets, not is_bare, 0.125, *where)
+    out, lse = attention_fwd(q, k, v, *arguments)
+    attention_bwd(out, q, k, v, out, lse, *arguments)
 
 
 def call_softmax(width: int, dtype: torch.dtype, p: float = 0.1, has_ids: bool = False) -> None:
@@ -174,14 +173,13 @@ CALLS: dict[str, Callable[[], None]] = {
     "swiglu 2048 bf16": partial(call_activation, "swiglu", 2048, torch.bfloat16, 0.1),
     "geglu 2048 bf16": partial(call_activation, "geglu", 2048, torch.bfloat16, 0.1),
     "attention 64 bf16": partial(call_attention, 64, torch.bfloat16),
-    "attention 64 bf16 causal": partial(call_attention, 64, torch.bfloat16, causal=True),
-    "attention 64 bf16 dropout": partial(call_attention, 64, torch.bfloat16, 0.1),
-    "attention 64 bf16 full": partial(call_attention, 64, torch.bfloat16, 0.1, True, True),
-    "attention 80 fp16 dropout": partial(call_attention, 80, torch.float16, 0.1),
-    "attention 128 bf16 causal": partial(call_attention, 128, torch.bfloat16, causal=True),
-    "attention 128 bf16 dropout": partial(call_attention, 128, torch.bfloat16, 0.1),
-    "attention 256 bf16 dropout": partial(call_attention, 256, torch.bfloat16, 0.1),
-    "attention 64 fp32 dropout": partial(call_attention, 64, torch.float32, 0.1),
+    "attention 64 bf16 bare": partial(call_attention, 64, torch.bfloat16, is_bare=True),
+    "attention 64 fp32": partial(call_attention, 64, torch.float32),
+    "attention 80 bf16": partial(call_attention, 80, torch.bfloat16),
+    "attention 128 bf16": partial(call_attention, 128, torch.bfloat16),
+    "attention 128 bf16 bare": partial(call_attention, 128, torch.bfloat16, is_bare=True),
+    "attention 128 fp32": partial(call_attention, 128, torch.float32),
+    "attention 256 bf16": partial(call_attention, 256, torch.bfloat16),
     "attention 256 fp32": partial(call_attention, 256, torch.float32),
     "softmax 64 fp32": partial(call_softmax, 64, torch.float32),
     "softmax 512 bf16": partial(call_softmax, 512, torch.bfloat16),

@@ -23,7 +23,6 @@ from .attention import (
     decisions,
     dot,
     find_tile,
-    gpu_class,
     head_strides,
     kernel_arguments,
     kernel_options,
@@ -38,14 +37,22 @@ BLOCKS_Q: Table = {
     (64, 2): dict.fromkeys(EVERYWHERE, Blocks(128, 64, 8, 2)),
     (128, 2): {80: Blocks(64, 32, 4, 2), 90: Blocks(128, 64, 8, 2), 100: Blocks(128, 64, 8, 2)},
     (256, 2): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 4, 1)),
-    (64, 4): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 4, 1)),
-    (128, 4): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 8, 1)),
-    (256, 4): dict.fromkeys(EVERYWHERE, Blocks(16, 32, 8, 1)),
+    (64, 4): dict.fromkeys(EVERYWHERE, Blocks(16, 32, 4, 1, True)),
+    (128, 4): dict.fromkeys(EVERYWHERE, Blocks(16, 32, 8, 1, True)),
+    (256, 4): dict.fromkeys(EVERYWHERE, Blocks(16, 32, 8, 1, True)),
 }
 # dk and dv together take twice the registers of out.
 BLOCKS_K: Table = {
-    (64, 2): {80: Blocks(32, 64, 4, 2), 90: Blocks(64, 128, 8, 2), 100: Blocks(64, 128, 8, 2)},
-    (128, 2): {80: Blocks(16, 64, 4, 2), 90: Blocks(32, 128, 8, 2), 100: Blocks(32, 128, 8, 2)},
+    (64, 2): {
+        80: Blocks(32, 64, 4, 2),
+        90: Blocks(64, 128, 8, 2, True),
+        100: Blocks(64, 128, 8, 2, True),
+    },
+    (128, 2): {
+        80: Blocks(16, 64, 4, 2),
+        90: Blocks(32, 128, 8, 2, True),
+        100: Blocks(32, 128, 8, 2, True),
+    },
     (256, 2): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 8, 1)),
     (64, 4): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 4, 1)),
     (128, 4): dict.fromkeys(EVERYWHERE, Blocks(32, 32, 8, 1)),
@@ -100,6 +107,7 @@ def _walk_keys(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     E: tl.constexpr,
+    LEAN: tl.constexpr,
     MASKED: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -109,7 +117,7 @@ def _walk_keys(
     k_ptr, v_ptr, stride_k, stride_v = of_keys
     len_q, len_k = lengths
     order = key_order(KEYS, False)
-    for first in range(begin, end, KEYS):
+    for first in tl.range(begin, end, KEYS, disable_licm=LEAN):
         key = first + order
         k = load_tile(k_ptr, first, order, len_k, stride_k, WIDTH, E, MASKED)
         v = load_tile(v_ptr, first, order, len_k, stride_v, WIDTH, E, MASKED)
@@ -171,6 +179,7 @@ def _bwd_q_kernel(
     E: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    LEAN: tl.constexpr,
 ):
     """dq, and for the other kernel, by head: lse, delta / c, the share of p in a sum of 1."""
     found = find_tile(tiles_ptr, cu_q_ptr, cu_k_ptr, num_heads)
@@ -224,6 +233,7 @@ def _bwd_q_kernel(
             QUERIES,
             KEYS,
             E,
+            LEAN,
             True,
             True,
         )
@@ -249,6 +259,7 @@ def _bwd_q_kernel(
         QUERIES,
         KEYS,
         E,
+        LEAN,
         False,
         False,
     )
@@ -267,6 +278,7 @@ def _bwd_q_kernel(
         QUERIES,
         KEYS,
         E,
+        LEAN,
         True,
         False,
     )
@@ -319,7 +331,7 @@ def _walk_queries(
     len_q, len_k = lengths
     key = first_key + key_order(KEYS, True)
     i = tl.arange(0, QUERIES)
-    for first in tl.range(begin, len_q, QUERIES):
+    for first in tl.range(begin, len_q, QUERIES, disable_licm=LEAN):
         row = first + i
         q = load_tile(q_ptr, first, i, len_q, stride_q, WIDTH, E, True)
         dout = load_tile(dout_ptr, first, i, len_q, stride_dout, WIDTH, E, True)
@@ -491,8 +503,6 @@ def launch_bwd_kv(
             kv_heads,
             q.shape[1] // kv_heads,
             *kernel_arguments(scale, *where),
-            # what LLVM hoists takes registers; sm_80, though, would reload operands of products
-            LEAN=gpu_class(q) != 80,
             **kernel_options(q, blocks, causal, where[0]),
         )
 
