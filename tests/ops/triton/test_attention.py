@@ -109,8 +109,8 @@ def check(tensors, cu_seqlens, causal=False, dropout=None, scale=None):
     where = attention_arguments("attention", dropout, q, k)
     scale_of_kernels = q.shape[-1] ** -0.5 if scale is None else scale
     ours = by_kernels(cu_seqlens, causal, scale_of_kernels, where)
-    factor = 3 if q.dtype == torch.float32 else 2  # why 3: see tests/ops/catalogue.py
-    assert_accurate(without_grad(ours), without_grad(both_passes(plain)), tensors, factor=factor)
+    # why 3: see tests/ops/catalogue.py; a causal query that sees few keys shows it in 16-bit, too
+    assert_accurate(without_grad(ours), without_grad(both_passes(plain)), tensors, factor=3)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
