@@ -350,8 +350,10 @@ def test_activations_have_the_same_bits_in_every_kernel(compiled):
     """No product and sum that the compiler may contract in one kernel and not in another."""
     for arch, kernels in compiled.items():
         for kernel, found in kernels.items():
-            is_exact = kernel.startswith(("gelu", "relu", "silu", "swiglu", "geglu"))
-            assert is_exact == (found["contractible"] == 0), f"{kernel} on sm_{arch}"
+            if kernel.startswith(("gelu", "relu", "silu", "swiglu", "geglu")):
+                assert found["contractible"] == 0, f"{kernel} on sm_{arch}"
+            elif kernel.startswith("norm"):  # the count sees what may be contracted
+                assert found["contractible"] > 0, f"{kernel} on sm_{arch}"
 
 
 if __name__ == "__main__":
