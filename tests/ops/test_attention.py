@@ -254,6 +254,7 @@ class TestCuts:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.native
 def test_250_runs_give_the_same_bits():
     inputs, cu_seqlens = make_inputs([600, 130, 0, 7], kv_heads=1, dtype=torch.bfloat16)
     kwargs = {"causal": True, "dropout": Dropout(0.1, 1)}
