@@ -62,7 +62,7 @@ def test_wheel_without_compiler_has_no_library_and_imports(composite_wheel, tmp_
 def test_wheel_serves_every_python_and_holds_every_library(native_wheel, tmp_path):
     assert re.fullmatch(r"taut-[\d.]+-py3-none-(linux|macosx|win)\w+\.whl", native_wheel.name)
     names = zipfile.ZipFile(native_wheel).namelist()
-    levels = ["generic", "v3", "v4"] if IS_X86 else ["generic"]
+    levels = ["amx", "generic", "v3", "v4"] if IS_X86 else ["generic"]
     libraries = sorted(name for name in names if name.startswith("taut/lib/"))
     assert [Path(name).stem for name in libraries] == [f"libtaut_{level}" for level in levels]
     assert import_from(native_wheel, tmp_path) == Path("taut/__init__.py")

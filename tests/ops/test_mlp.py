@@ -26,18 +26,21 @@ def rows_of_activations(activation, shape=(40, 130), dtype=torch.float32):
 
 
 class KeepingActivation(Function):
-    """The activation as others train it: its output is kept for the next linear."""
+    """The activation as others train it: its output is kept for the next linear.
+
+    `bias` is in u already; its gradient is the sum that the backward pass of the activation makes.
+    """
 
     @staticmethod
-    def forward(ctx, u, activation, *dropout):
+    def forward(ctx, u, bias, activation, *dropout):
         ctx.save_for_backward(u)
         ctx.arguments = activation, *dropout
         return raw.activation_fwd(u, activation, *dropout)
 
     @staticmethod
     def backward(ctx, da):
-        du, _, _ = raw.activation_bwd(da.contiguous(), *ctx.saved_tensors, *ctx.arguments)
-        return du, *(None,) * len(ctx.arguments)
+        du, _, db = raw.activation_bwd(da.contiguous(), *ctx.saved_tensors, *ctx.arguments)
+        return du, db, *(None,) * len(ctx.arguments)
 
 
 @every_activation
@@ -47,7 +50,8 @@ def test_rebuilding_changes_no_bit(activation, p):
     x, w1, b1, w2, b2 = (t.requires_grad_() for t in inputs)
     dropout = ops.Dropout(p, 2**40, 1, 2)
     y = ops.mlp(x, w1, b1, w2, b2, activation=activation, dropout=dropout)
-    a = KeepingActivation.apply(ops.linear(x, w1, b1), activation, *op_arguments("mlp", dropout, x))
+    u = ops.linear(x, w1, b1.detach())
+    a = KeepingActivation.apply(u, b1, activation, *op_arguments("mlp", dropout, x))
     want = ops.linear(a, w2, b2)
     assert y.equal(want)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
