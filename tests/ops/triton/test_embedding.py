@@ -7,7 +7,8 @@ from taut.testing import assert_accurate
 from tests.ops.triton.setting import DEVICE, DTYPES, coordinates, randn, without_grad
 
 # Narrow and odd, around a block, several rows, a row over several warps, no rows.
-SHAPES = [(1, 2), (7, 7), (7, 255), (7, 256), (2, 3, 300), (3, 4097), (0, 256), (2, 0, 5)]
+# not two columns: their norm's gradient is 0, and the bound on its error with it
+SHAPES = [(1, 3), (7, 7), (7, 255), (7, 256), (2, 3, 300), (3, 4097), (0, 256), (2, 0, 5)]
 WIDE = (3, 8200)  # more columns than a block holds
 SIZES = (11, 7, 2)  # of the tables
 
