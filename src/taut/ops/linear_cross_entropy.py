@@ -51,6 +51,7 @@ torch.library.define("taut::scale_", "(Tensor(a!) x, Tensor factor) -> ()")
 _MIN_ROWS = 128
 _CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 _CACHE_BYTES = 32 << 20  # where the system does not tell
+_KEPT_BYTES = 32 << 20  # malloc gives larger pieces back: each chunk would touch its pages anew
 _CUDA_CHUNK_BYTES = 256 << 20  # a chunk's gradient of the weight takes two passes over that of all
 # Rows of the weight whose gradient is made at a time, so that it is added while in the cache: in
 # one piece of fresh memory it costs the GEMM up to half of its rate.
@@ -73,7 +74,8 @@ def _cache_bytes() -> int:
 
 def chunk_rows(rows: int, row_bytes: int, is_cuda: bool = False) -> int:
     """The rows of a chunk: as many as fit the cache, in chunks of about one size."""
-    most = max(_MIN_ROWS, (_CUDA_CHUNK_BYTES if is_cuda else _cache_bytes()) // row_bytes)
+    most_bytes = _CUDA_CHUNK_BYTES if is_cuda else min(_cache_bytes(), _KEPT_BYTES)
+    most = max(_MIN_ROWS, most_bytes // row_bytes)
     chunks = max(-(-rows // most), 1)
     return min(-(-rows // (32 * chunks)) * 32, most)
 
@@ -214,7 +216,12 @@ def _(drows: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.impl("taut::scale_", "default")
 def _(x: Tensor, factor: Tensor) -> None:
-    if x.is_cuda or factor != 1:  # a GPU is not waited for
+    if x.is_cuda and x.dtype != torch.float64:  # which is not waited for: its kernel looks itself
+        from .triton.cross_entropy import scale_  # imported on use: a CPU install has no Triton
+
+        scale_(x, factor)
+        torch.autograd.graph.increment_version(x)
+    elif x.is_cuda or factor != 1:
         x.mul_(factor)
 
 

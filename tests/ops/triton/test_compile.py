@@ -137,6 +137,12 @@ def call_cross_entropy(
     cross_entropy(logits, vector(torch.int64), up, *outputs, *criterion)
 
 
+def call_scale(dtype: torch.dtype) -> None:
+    from taut.ops.triton.cross_entropy import scale_
+
+    scale_(rows(768, dtype), torch.empty((), device="meta"))
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "cross_entropy 50257 bf16": partial(call_cross_entropy, 50257, torch.bfloat16, 0.1),
     "cross_entropy 32768 bf16": partial(call_cross_entropy, 32768, torch.bfloat16, 0.0),
@@ -147,6 +153,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "cross_entropy 50257 bf16 backward": partial(
         call_cross_entropy, 50257, torch.bfloat16, 0.0, forward=False
     ),
+    "cross_entropy scale bf16": partial(call_scale, torch.bfloat16),
     "dropout 768 bf16": partial(call_dropout, 768, torch.bfloat16),
     "dropout 1024 fp32": partial(call_dropout, 1024, torch.float32),
     "norm 64 bf16": partial(call_norm, 64, torch.bfloat16),

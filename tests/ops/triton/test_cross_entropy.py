@@ -108,3 +108,22 @@ def test_rows_may_lie_apart():
     assert logits.equal(want)
     assert loss.equal(want_loss)
     assert room[:, 300:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_gradients_are_multiplied_in_place(factor, dtype):
+    """Of a part of a tensor, whose rest stays as it is."""
+    x = torch.cat([randn(4099, dtype=dtype), torch.ones(5, device=DEVICE, dtype=dtype)])
+
+    def ours(x):
+        x = x.clone()
+        kernels.scale_(x[:4099], torch.tensor(factor, device=DEVICE))
+        return x
+
+    def plain(x):
+        return torch.cat([x[:4099] * factor, x[4099:]])
+
+    assert_accurate(without_grad(ours), without_grad(plain), [x])
+    if factor == 1:
+        assert ours(x).equal(x)

@@ -95,6 +95,24 @@ def _kernel(
                 tl.store(grad_ptr + row * stride + column, dz, mask=mask)
 
 
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, size, COLUMNS: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        offs = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        x = tl.load(x_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+        tl.store(x_ptr + offs, x * factor, mask=offs < size)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, a number on the device, without a pass over x where that is 1."""
+    if x.numel():
+        with torch.cuda.device_of(x):
+            _scale_kernel[triton.cdiv(x.numel(), BLOCK),](
+                x, factor, x.numel(), COLUMNS=BLOCK, num_warps=NUM_WARPS
+            )
+
+
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
