@@ -53,7 +53,7 @@ test: $(VENV)/.installed $(COMPOSITE)/.installed  ## all tests; those of the ops
 	@echo "[test] all tests"
 	@$(VENV)/bin/python -m pytest
 	@echo "[test] the ops without native kernels"
-	@$(COMPOSITE)/bin/python -m pytest tests/ops --composites
+	@$(COMPOSITE)/bin/python -m pytest tests/ops --ignore tests/ops/triton --composites
 
 lint: $(VENV)/.installed  ## ruff: rules and format
 	@$(VENV)/bin/ruff check

@@ -281,6 +281,8 @@ def test_logits_never_exist_as_a_whole(dtype, monkeypatch):
     is_split = dtype == torch.bfloat16 and native.takes(x)
     sums = {True: 2, False: 0 if dtype == torch.float32 else 4}[is_split] * weight.numel()
     beside = block * width * 4 + size * width * 8 + rows * 32
+    if not native.takes(x):  # plain PyTorch makes softmax and gradient of a chunk step by step
+        beside += 2 * size * classes * 4
     assert ours.peak <= made + size * classes * x.element_size() + sums + beside
     assert ours.peak <= made + size * classes * 4 + beside
     with LiveBytes() as plain, torch.enable_grad():

@@ -204,10 +204,12 @@ def _composite(
         z = z - stats[:, :1]
     if drows is None or grad is None:
         return
-    lse = stats[:, 0] + stats[:, 1].log()
-    dz = z.exp() * ((1 + 2 * z_loss * lse) / stats[:, 1])[:, None] - on_all
+    softmax = z.exp_().div_(stats[:, 1:])
+    dz = softmax - on_all if z_loss else softmax.sub_(on_all)
     dz.scatter_add_(1, index, dz.new_full((), -on_target).expand(index.shape))
-    grad.copy_(torch.where(has_target[:, None], dz * drows[:, None], 0))
+    if z_loss:  # last: the rest cancels where one class takes all
+        dz += softmax * (2 * z_loss * (stats[:, 0] + stats[:, 1].log()))[:, None]
+    grad.copy_(dz.mul_(drows[:, None]).masked_fill_(~has_target[:, None], 0))
 
 
 def reduce(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -222,8 +222,8 @@ def _composite_bwd(
 def _composite_wgrad(
     dz: Tensor, ids: Tensor, size: int, dtype: torch.dtype, scale: float, padding_idx: int
 ) -> Tensor:
-    dz = dz.to(torch.promote_types(dz.dtype, torch.float32))
-    total = torch.ops.aten.embedding_dense_backward(dz, ids, size, padding_idx, False)
+    # in double: a sum in fp32 loses what a token repeated 10,000 times adds last
+    total = torch.ops.aten.embedding_dense_backward(dz.double(), ids, size, padding_idx, False)
     return total.mul_(scale).to(dtype)
 
 

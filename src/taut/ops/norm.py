@@ -12,6 +12,7 @@ Saves xhat in the dtype of x and rstd in fp32 (4 bytes a row). Not z, not y: a w
 large bias is harmless, unlike where xhat is recovered from y.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,12 +79,17 @@ def _composite_fwd(
     z = x.to(wide) if x_bias is None else x.to(wide) + x_bias
     z = apply_dropout(z, *dropout)
     z = z if residual is None else residual + z
-    centred = z if is_rms else z - z.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    # summed in double: what rstd is off by is in every entry of xhat and of the gradient
+    mean = partial(torch.mean, dim=-1, keepdim=True, dtype=torch.float64)
+    centred = z if is_rms else z - mean(z).to(wide)
+    rstd = torch.rsqrt(mean(centred.square()) + eps).to(wide)
     y = xhat = centred * rstd
-    y = y if weight is None else y * weight
-    y = y if bias is None else y + bias
-    y = y.clone() if y is xhat else y
+    if weight is not None and bias is not None:
+        y = torch.addcmul(bias, xhat, weight)
+    elif weight is not None or bias is not None:
+        y = y * weight if bias is None else y + bias
+    else:
+        y = y.clone()
     kept_sum = z.to(x.dtype, copy=True) if with_sum else x.new_empty(0)
     return y.to(x.dtype), xhat.to(x.dtype), rstd.flatten(), kept_sum
 
@@ -107,8 +113,8 @@ def _composite_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide_dy, wide_xhat = dy.to(rstd.dtype), xhat.to(rstd.dtype)
     g = wide_dy if weight is None else wide_dy * weight
-    dz = g - wide_xhat * (g * wide_xhat).mean(-1, keepdim=True)
-    dz = dz if is_rms else dz - g.mean(-1, keepdim=True)
+    dz = g if is_rms else g - g.mean(-1, keepdim=True)
+    dz = dz - wide_xhat * (g * wide_xhat).mean(-1, keepdim=True)
     dz = dz * rstd.view(*dy.shape[:-1], 1)
     dz = dz if dsum is None else dz + dsum
     dx = apply_dropout(dz, *dropout)
