@@ -115,6 +115,30 @@ class PackedBatch:
             self.__dict__["_token_sample_ids"] = self._per_token(self.sample_ids)
         return self.__dict__["_token_sample_ids"]
 
+    @property
+    def target_rows(self) -> Tensor:
+        """The rows that carry a target, (N,) int64; made once, when first read.
+
+        A GPU waits for their number: read them before `to`, which takes them along.
+        """
+        if "_target_rows" not in self.__dict__:
+            self.__dict__["_target_rows"] = (self.targets != _NO_TARGET).nonzero().squeeze(1)
+        return self.__dict__["_target_rows"]
+
+    @property
+    def starts(self) -> Tensor:
+        """Whether a sequence starts at a row, (T,) bool."""
+        is_start = torch.zeros(self.num_tokens + 1, dtype=torch.bool, device=self.tokens.device)
+        is_start[self.cu_seqlens[:-1].long()] = True  # empty sequences at the end start at row T
+        return is_start[:-1]
+
+    @property
+    def ends(self) -> Tensor:
+        """Whether a sequence ends with a row, (T,) bool."""
+        is_end = torch.zeros(self.num_tokens + 1, dtype=torch.bool, device=self.tokens.device)
+        is_end[self.cu_seqlens[1:].long()] = True  # those before the first row end at row -1
+        return is_end[1:]
+
     def to_padded(self, padding: float = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (B, S, ...), mask (B, S) and targets (B, S), padded on the right to max_seqlen."""
         rows, columns, device = self.num_sequences, self.max_seqlen, self.tokens.device
@@ -213,7 +237,9 @@ class PackedBatch:
         return {name: getattr(self, name) for name in names}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        tensors = {name: function(tensor) for name, tensor in self._tensors().items()}
+        derived = ("_token_sample_ids", "_target_rows")
+        made = {name: self.__dict__[name] for name in derived if name in self.__dict__}
+        tensors = {name: function(x) for name, x in (self._tensors() | made).items()}
         return self._unchecked(max_seqlen=self.max_seqlen, **tensors)
 
     def _per_token(self, values: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class Dropout(nn.Dropout):
         if self.p == 1:  # not 0 * input, which makes NaN of infinity
             return torch.where(input.new_zeros((), dtype=torch.bool), input, 0.0)
         rows = input if input.dim() else input.view(1)
-        return ops.dropout(rows, ops.Dropout(self.p, _draw_seed())).view(input.shape)
+        return ops.dropout(rows, ops.Dropout(self.p, draw_seed())).view(input.shape)
 
 
-def _draw_seed() -> int:  # read by the host: under torch.compile the one break of the graph
+def draw_seed() -> int:  # read by the host: under torch.compile the one break of the graph
     return int(torch.randint(2**63 - 1, ()))

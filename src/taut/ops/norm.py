@@ -83,13 +83,13 @@ def _composite_fwd(
     mean = partial(torch.mean, dim=-1, keepdim=True, dtype=torch.float64)
     centred = z if is_rms else z - mean(z).to(wide)
     rstd = torch.rsqrt(mean(centred.square()) + eps).to(wide)
-    y = xhat = centred * rstd
+    xhat = centred * rstd
     if weight is not None and bias is not None:
         y = torch.addcmul(bias, xhat, weight)
-    elif weight is not None or bias is not None:
-        y = y * weight if bias is None else y + bias
+    elif weight is not None:
+        y = xhat * weight
     else:
-        y = y.clone()
+        y = xhat.clone() if bias is None else xhat + bias
     kept_sum = z.to(x.dtype, copy=True) if with_sum else x.new_empty(0)
     return y.to(x.dtype), xhat.to(x.dtype), rstd.flatten(), kept_sum
 
