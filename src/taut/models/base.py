@@ -1,13 +1,13 @@
 """What all models share: the fields of their blocks, counts of parameters and FLOPs, the seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from taut import ops
-from taut.nn.blocks import Block, Layout, Norm, Stack
+from taut.nn.blocks import SITES, Block, Layout, Options, Stack
 from taut.nn.layers import draw_seed
 from taut.ops.mlp import ACTIVATIONS
 from taut.packed import PackedBatch
@@ -71,24 +71,34 @@ class BlockConfig:
             )
 
     def blocks(
-        self, first_site: int, *, num_layers: int = 0, is_pre_norm: bool, **fields: Any
+        self,
+        first_site: int,
+        *,
+        is_pre_norm: bool,
+        num_layers: int = 0,
+        causal: bool = False,
+        crosses: bool = False,
     ) -> Stack:
         """A stack of blocks whose dropouts are the sites from first_site on."""
+        options = Options(
+            self.num_heads,
+            is_pre_norm,
+            self.activation,
+            causal,
+            self.dropout,
+            self.attention_dropout or 0.0,
+            self.activation_dropout,
+            self.norm_eps,
+        )
+        sites = range(first_site, first_site + SITES * (num_layers or self.num_layers), SITES)
         return Stack(
             Block(
                 self.hidden_size,
-                self.num_heads,
                 self.intermediate_size,
-                is_pre_norm=is_pre_norm,
-                activation=self.activation,
-                dropout=self.dropout,
-                attention_dropout=self.attention_dropout or 0.0,
-                activation_dropout=self.activation_dropout,
-                eps=self.norm_eps,
-                first_site=first_site + i * Block.SITES,
-                **fields,
+                replace(options, first_site=site),
+                crosses=crosses,
             )
-            for i in range(num_layers or self.num_layers)
+            for site in sites
         )
 
 
@@ -114,7 +124,7 @@ class Model(nn.Module):
         """Draw all weights anew: matrices normal with the config's init_std, biases 0, norms 1."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, Norm | nn.LayerNorm):
+            if isinstance(module, nn.LayerNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding):
                 self.init_matrix(module.weight, generator)

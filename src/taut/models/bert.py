@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from taut import ops
 from taut.nn import LayerNorm
-from taut.nn.blocks import Block, Layout, Norm, State
+from taut.nn.blocks import SITES, Layout, State
 from taut.ops.mlp import activate
 from taut.packed import PackedBatch
 
@@ -80,7 +80,7 @@ class Bert(Model):
         self.tokens = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Embedding(config.max_positions, width)
         self.types = nn.Embedding(config.num_types, width) if config.num_types else None
-        self.norm = Norm(width, config.norm_eps, is_pre_norm=False)
+        self.norm = nn.LayerNorm(width, config.norm_eps)
         self.blocks = config.blocks(1, is_pre_norm=False)
         if config.head in ("mlm", "pretraining"):
             self.mlm = MlmHead(config)
@@ -201,7 +201,7 @@ class Bert(Model):
 
     def _label_features(self, x: Tensor, layout: Layout) -> Tensor:
         """What the classifier reads of some rows; `layout` tells whose they are."""
-        config, site = self.config, 1 + len(self.blocks) * Block.SITES
+        config, site = self.config, 1 + len(self.blocks) * SITES
         p = config.head_dropout or 0.0
         if config.head == "token":
             return ops.dropout(x, layout.dropout(p, site))

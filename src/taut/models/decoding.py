@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from taut import ops
-from taut.nn.blocks import Block, Layout, Memory, State
+from taut.nn.blocks import Affine, Block, Layout, Memory, State, add_norm
 from taut.packed import PackedBatch
 
 from .transformer import Transformer
@@ -56,31 +56,33 @@ class _Search:
         positions = torch.full_like(tokens, self.steps)
         self.steps += 1
         x = model.target_embedder(tokens, positions, None)
-        is_pre_norm = model.config.is_pre_norm
-        state = model.decoder_norm(x)._replace(stream=x) if is_pre_norm else State(x, x)
+        state = model.first(x, "decoder_norm")
         for block, past, memory in zip(model.decoder, self.past, self.memories, strict=True):
             state = self._block(block, state, past, memory)
         return model.logits(state.x).float().log_softmax(-1)
 
     def _block(self, block: Block, state: State, past: _Past, memory: Memory) -> State:
-        own = block.attention
-        qkv = ops.linear(state.x, own.qkv.weight, own.qkv.bias)
-        q, new_k, new_v = qkv.view(len(qkv), 3, own.num_heads, -1).unbind(1)
-        keys, values = past.append(new_k, new_v)
-        y = ops.attention(q, keys, values, self.single, self.single * self.steps)
-        y = ops.linear(y.flatten(1), own.out.weight)
-        state = block.attention_norm(y, state.stream, own.out.bias)
-        cross = block.cross
-        q = ops.linear(state.x, cross.q.weight, cross.q.bias)
-        q = q.view(len(q), cross.num_heads, -1)
+        """run_block for one token a hypothesis."""
+        weights, options = block.weights(), block.options
+        assert weights.cross is not None
+        cross_q, cross_out, cross_norm = weights.cross
+
+        def close(y: Tensor, bias: Tensor | None, norm: Affine) -> State:
+            is_pre_norm = options.is_pre_norm
+            return add_norm(y, state.stream, bias, *norm, options.eps, None, is_pre_norm)
+
+        qkv = ops.linear(state.x, *weights.qkv)
+        q, k, v = qkv.view(len(qkv), 3, options.num_heads, -1).unbind(1)
+        y = ops.attention(q, *past.append(k, v), self.single, self.single * self.steps)
+        y = ops.linear(y.flatten(1), weights.out[0])
+        state = close(y, weights.out[1], weights.attention_norm)
+        q = ops.linear(state.x, *cross_q).view(q.shape)
         y = ops.attention(q, memory.k, memory.v, self.crossing, memory.layout.cu_seqlens)
-        y = ops.linear(y.flatten(1), cross.out.weight)
-        state = block.cross_norm(y, state.stream, cross.out.bias)
-        mlp = block.mlp
-        y = ops.mlp(
-            state.x, mlp.up.weight, mlp.up.bias, mlp.down.weight, None, activation=mlp.activation
-        )
-        return block.mlp_norm(y, state.stream, mlp.down.bias)
+        y = ops.linear(y.flatten(1), cross_out[0])
+        state = close(y, cross_out[1], cross_norm)
+        activation = options.activation
+        y = ops.mlp(state.x, *weights.up, weights.down[0], None, activation=activation)
+        return close(y, weights.down[1], weights.mlp_norm)
 
     def take(self, rows: Tensor) -> None:
         """Go on with these hypotheses in the place of those that there are."""

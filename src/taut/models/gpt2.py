@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from taut import ops
-from taut.nn.blocks import Layout, Norm
+from taut.nn.blocks import Layout, affine, first_norm
 from taut.packed import PackedBatch
 
 from .base import BlockConfig, Model, head_loss
@@ -54,7 +54,7 @@ class Gpt2(Model):
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size)
-        self.norm = Norm(config.hidden_size, config.norm_eps, is_pre_norm=False)
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.blocks = config.blocks(1, is_pre_norm=True, causal=True)
         if config.head == "sequence":
             self.classifier = nn.Linear(config.hidden_size, config.num_labels, bias=False)
@@ -86,7 +86,7 @@ class Gpt2(Model):
             position_weight=self.positions.weight,
             dropout=layout.dropout(self.config.dropout, 0),
         )
-        state = self.norm(x)._replace(stream=x)
+        state = first_norm(x, *affine(self.norm), self.config.norm_eps)
         return self.blocks(state, layout).x
 
     def forward(self, batch: PackedBatch, *, seed: int | None = None, step: int = 0) -> Loss:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from taut import ops
-from taut.nn.blocks import Block, Layout, Memory, Norm, State
+from taut.nn.blocks import SITES, Layout, Memory, State, affine, first_norm
 from taut.packed import PackedBatch
 
 from .base import BlockConfig, Model, head_loss
@@ -98,7 +98,7 @@ class Embedder(nn.Module):
         elif config.positions == "sinusoidal_halves":
             self.register_buffer("sinusoids", sinusoids(config.max_positions, width), False)
         if config.has_embedding_norm:
-            self.norm = Norm(width, config.norm_eps, is_pre_norm=False)
+            self.norm = nn.LayerNorm(width, config.norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, dropout: ops.Dropout | None) -> Tensor:
         config, weight = self.config, self.tokens.weight
@@ -148,14 +148,14 @@ class Transformer(Model):
         if config.source_vocab_size:
             tokens = nn.Embedding(config.source_vocab_size, width)
         self.source_embedder = Embedder(config, tokens)
-        sites = 2 + Block.SITES * config.num_layers
+        sites = 2 + SITES * config.num_layers
         self.encoder = config.blocks(2, is_pre_norm=is_pre_norm)
         self.decoder = config.blocks(
             sites, num_layers=layers, is_pre_norm=is_pre_norm, causal=True, crosses=True
         )
         if is_pre_norm:
-            self.encoder_norm = Norm(width, config.norm_eps, is_pre_norm=False)
-            self.decoder_norm = Norm(width, config.norm_eps, is_pre_norm=False)
+            self.encoder_norm = nn.LayerNorm(width, config.norm_eps)
+            self.decoder_norm = nn.LayerNorm(width, config.norm_eps)
         self.cross_kv = nn.Linear(width, 2 * layers * width)  # k and v of a layer after another
         if config.has_head_bias:
             self.register_buffer("head_bias", torch.zeros(config.vocab_size))
@@ -194,8 +194,7 @@ class Transformer(Model):
     def _encode(self, source: PackedBatch, layout: Layout) -> State:
         dropout = layout.dropout(self.config.dropout, 0)
         x = self.source_embedder(source.tokens, source.positions, dropout)
-        state = self.encoder_norm(x)._replace(stream=x) if self.config.is_pre_norm else State(x, x)
-        return self.encoder(state, layout)
+        return self.encoder(self.first(x, "encoder_norm"), layout)
 
     def memories(self, source: PackedBatch, layout: Layout) -> list[Memory]:
         """What each layer of the decoder crosses to."""
@@ -208,8 +207,13 @@ class Transformer(Model):
     def _decode(self, target: PackedBatch, layout: Layout, memories: list[Memory]) -> Tensor:
         dropout = layout.dropout(self.config.dropout, 1)
         x = self.target_embedder(target.tokens, target.positions, dropout)
-        state = self.decoder_norm(x)._replace(stream=x) if self.config.is_pre_norm else State(x, x)
-        return self.decoder(state, layout, memories).x
+        return self.decoder(self.first(x, "decoder_norm"), layout, memories).x
+
+    def first(self, x: Tensor, norm: str) -> State:
+        """The state in front of a stack; `norm` is the norm there of a pre-norm one."""
+        if not self.config.is_pre_norm:
+            return State(x, x)
+        return first_norm(x, *affine(getattr(self, norm)), self.config.norm_eps)
 
     def decode(
         self, source: PackedBatch, target: PackedBatch, *, seed: int | None = None, step: int = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from taut import ops
-from taut.nn.blocks import Layout, Norm
+from taut.nn.blocks import Layout, affine, first_norm
 from taut.packed import PackedBatch
 
 from .base import BlockConfig, Model, head_loss
@@ -80,7 +80,7 @@ class Vit(Model):
         if config.has_class_token:
             self.class_token = nn.Parameter(torch.zeros(width))
         self.positions = nn.Embedding(config.grid**2 + config.has_class_token, width)
-        self.norm = Norm(width, config.norm_eps, is_pre_norm=False)
+        self.norm = nn.LayerNorm(width, config.norm_eps)
         self.blocks = config.blocks(1, is_pre_norm=True)
         if config.has_pooler:
             self.pooler = nn.Linear(width, width)
@@ -114,7 +114,7 @@ class Vit(Model):
             x = torch.where(batch.starts[:, None], self.class_token, x)
         x = x + ops.embedding(batch.positions, self.positions.weight)
         x = ops.dropout(x, layout.dropout(self.config.dropout, 0))
-        state = self.norm(x)._replace(stream=x)
+        state = first_norm(x, *affine(self.norm), self.config.norm_eps)
         return self.blocks(state, layout).x
 
     def forward(self, batch: PackedBatch, *, seed: int | None = None, step: int = 0) -> Loss:

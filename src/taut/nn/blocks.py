@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from taut import ops
@@ -70,24 +69,83 @@ class Memory(NamedTuple):
     layout: Layout
 
 
-class Norm(nn.Module):
-    """LayerNorm behind a branch, whose bias and dropout, and the stream, come in with its pass."""
+Affine = tuple[Tensor, Tensor | None]  # weight and bias
 
-    def __init__(self, width: int, eps: float, *, is_pre_norm: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.eps, self.is_pre_norm = eps, is_pre_norm
 
-    def forward(
-        self,
-        branch: Tensor,
-        stream: Tensor | None = None,
-        branch_bias: Tensor | None = None,
-        dropout: ops.Dropout | None = None,
-    ) -> State:
-        affine = self.weight, self.bias
-        return add_norm(branch, stream, branch_bias, *affine, self.eps, dropout, self.is_pre_norm)
+class Weights(NamedTuple):
+    """The tensors of a block, whoever holds them."""
+
+    qkv: Affine  # (3 D, D)
+    out: Affine
+    attention_norm: Affine
+    up: Affine
+    down: Affine
+    mlp_norm: Affine
+    cross: tuple[Affine, Affine, Affine] | None = None  # q, out, norm
+
+
+@dataclass(frozen=True)
+class Options:
+    """The numbers of a block. Its dropouts are the sites from first_site on, SITES of them."""
+
+    num_heads: int
+    is_pre_norm: bool
+    activation: str = "gelu"
+    causal: bool = False
+    dropout: float = 0.0  # of what a branch adds to the stream
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    eps: float = 1e-5
+    first_site: int = 0
+
+
+SITES = 6
+
+
+def run_block(
+    weights: Weights, options: Options, state: State, layout: Layout, memory: Memory | None = None
+) -> State:
+    """Attention, norm, mlp, norm; with a memory, attention to it and a norm before the mlp.
+
+    The bias that closes a branch is added by the norm behind it.
+    """
+    site, heads = options.first_site, options.num_heads
+
+    def close(y: Tensor, bias: Tensor | None, norm: Affine, site: int) -> State:
+        dropout = layout.dropout(options.dropout, site)
+        is_pre_norm = options.is_pre_norm
+        return add_norm(y, state.stream, bias, *norm, options.eps, dropout, is_pre_norm)
+
+    qkv = ops.linear(state.x, *weights.qkv, normed=state.normed)
+    q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+    dropout = layout.dropout(options.attention_dropout, site, keys=layout)
+    y = ops.attention(q, k, v, layout.cu_seqlens, causal=options.causal, dropout=dropout)
+    y = ops.linear(y.flatten(1), weights.out[0])
+    state = close(y, weights.out[1], weights.attention_norm, site + 1)
+    if memory is not None:
+        assert weights.cross is not None
+        cross_q, cross_out, cross_norm = weights.cross
+        q = ops.linear(state.x, *cross_q, normed=state.normed)
+        y = ops.attention(
+            q.view(len(q), heads, -1),
+            memory.k,
+            memory.v,
+            layout.cu_seqlens,
+            memory.layout.cu_seqlens,
+            dropout=layout.dropout(options.attention_dropout, site + 2, keys=memory.layout),
+        )
+        y = ops.linear(y.flatten(1), cross_out[0])
+        state = close(y, cross_out[1], cross_norm, site + 3)
+    y = ops.mlp(
+        state.x,
+        *weights.up,
+        weights.down[0],
+        None,
+        activation=options.activation,
+        dropout=layout.dropout(options.activation_dropout, site + 4),
+        normed=state.normed,
+    )
+    return close(y, weights.down[1], weights.mlp_norm, site + 5)
 
 
 def add_norm(
@@ -115,138 +173,70 @@ def add_norm(
     return State(x, total[0] if is_pre_norm else x, (xhat, weight, bias))
 
 
-def self_attention(
-    state: State,
-    layout: Layout,
-    qkv_weight: Tensor,  # (3 D, D)
-    qkv_bias: Tensor | None,
-    out_weight: Tensor,  # (D, D)
-    *,
-    num_heads: int,
-    causal: bool,
-    dropout: ops.Dropout | None,
-) -> Tensor:
-    """Attention between the two linears of its branch, without the bias of the second."""
-    qkv = ops.linear(state.x, qkv_weight, qkv_bias, normed=state.normed)
-    q, k, v = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)
-    y = ops.attention(q, k, v, layout.cu_seqlens, causal=causal, dropout=dropout)
-    return ops.linear(y.flatten(1), out_weight)
+def first_norm(stream: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> State:
+    """The state in front of a pre-norm stack."""
+    state = add_norm(stream, None, None, weight, bias, eps, None, is_pre_norm=False)
+    return state._replace(stream=stream)
 
 
 class SelfAttention(nn.Module):
-    """Projections of q, k and v in one GEMM, attention, projection of its output."""
+    """Projections of q, k and v, fused, and of the output."""
 
-    def __init__(self, width: int, num_heads: int, *, causal: bool, dropout: float) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.num_heads, self.causal, self.dropout = num_heads, causal, dropout
-
-    def forward(self, state: State, layout: Layout, site: int) -> Tensor:
-        return self_attention(
-            state,
-            layout,
-            self.qkv.weight,
-            self.qkv.bias,
-            self.out.weight,
-            num_heads=self.num_heads,
-            causal=self.causal,
-            dropout=layout.dropout(self.dropout, site, keys=layout),
-        )
 
 
 class CrossAttention(nn.Module):
-    """Attention to keys and values of other sequences, which are made for all layers at once."""
+    """Projections of q and of the output; those of k and v are one for all layers."""
 
-    def __init__(self, width: int, num_heads: int, *, dropout: float) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.q = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
-        self.num_heads, self.dropout = num_heads, dropout
-
-    def forward(self, state: State, layout: Layout, memory: Memory, site: int) -> Tensor:
-        q = ops.linear(state.x, self.q.weight, self.q.bias, normed=state.normed)
-        y = ops.attention(
-            q.view(len(q), self.num_heads, -1),
-            memory.k,
-            memory.v,
-            layout.cu_seqlens,
-            memory.layout.cu_seqlens,
-            dropout=layout.dropout(self.dropout, site, keys=memory.layout),
-        )
-        return ops.linear(y.flatten(1), self.out.weight)
 
 
 class Mlp(nn.Module):
-    """Linear, activation, dropout, linear; the bias of the second is left to the norm behind."""
+    """Two linears; a gated activation takes twice the columns of the first."""
 
-    def __init__(self, width: int, inner: int, *, activation: str, dropout: float) -> None:
+    def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
         _, is_gated = ACTIVATIONS[activation]
         self.up = nn.Linear(width, 2 * inner if is_gated else inner)
         self.down = nn.Linear(inner, width)
-        self.activation, self.dropout = activation, dropout
-
-    def forward(self, state: State, layout: Layout, site: int) -> Tensor:
-        return ops.mlp(
-            state.x,
-            self.up.weight,
-            self.up.bias,
-            self.down.weight,
-            None,
-            activation=self.activation,
-            dropout=layout.dropout(self.dropout, site),
-            normed=state.normed,
-        )
 
 
 class Block(nn.Module):
-    """Attention, norm, mlp, norm; with `crosses`, attention to other sequences before the mlp.
+    """The parameters of run_block."""
 
-    The biases that close a branch are added by the norm behind it. The dropouts of a block are the
-    sites from `first_site` on, SITES of them.
-    """
-
-    SITES = 6
-
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        inner: int,
-        *,
-        is_pre_norm: bool,
-        causal: bool = False,
-        crosses: bool = False,
-        activation: str = "gelu",
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        eps: float = 1e-5,
-        first_site: int = 0,
-    ) -> None:
+    def __init__(self, width: int, inner: int, options: Options, *, crosses: bool = False) -> None:
         super().__init__()
-        self.attention = SelfAttention(width, num_heads, causal=causal, dropout=attention_dropout)
-        self.attention_norm = Norm(width, eps, is_pre_norm=is_pre_norm)
+        self.options = options
+        self.attention = SelfAttention(width)
+        self.attention_norm = nn.LayerNorm(width)
         if crosses:
-            self.cross = CrossAttention(width, num_heads, dropout=attention_dropout)
-            self.cross_norm = Norm(width, eps, is_pre_norm=is_pre_norm)
-        self.mlp = Mlp(width, inner, activation=activation, dropout=activation_dropout)
-        self.mlp_norm = Norm(width, eps, is_pre_norm=is_pre_norm)
-        self.dropout, self.first_site = dropout, first_site
+            self.cross = CrossAttention(width)
+            self.cross_norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width, inner, options.activation)
+        self.mlp_norm = nn.LayerNorm(width)
+
+    def weights(self) -> Weights:
+        cross = None
+        if hasattr(self, "cross"):
+            cross = affine(self.cross.q), affine(self.cross.out), affine(self.cross_norm)
+        return Weights(
+            affine(self.attention.qkv),
+            affine(self.attention.out),
+            affine(self.attention_norm),
+            affine(self.mlp.up),
+            affine(self.mlp.down),
+            affine(self.mlp_norm),
+            cross,
+        )
 
     def forward(self, state: State, layout: Layout, memory: Memory | None = None) -> State:
-        site = self.first_site
-        y = self.attention(state, layout, site)
-        dropout = layout.dropout(self.dropout, site + 1)
-        state = self.attention_norm(y, state.stream, self.attention.out.bias, dropout)
-        if memory is not None:
-            y = self.cross(state, layout, memory, site + 2)
-            dropout = layout.dropout(self.dropout, site + 3)
-            state = self.cross_norm(y, state.stream, self.cross.out.bias, dropout)
-        y = self.mlp(state, layout, site + 4)
-        dropout = layout.dropout(self.dropout, site + 5)
-        return self.mlp_norm(y, state.stream, self.mlp.down.bias, dropout)
+        return run_block(self.weights(), self.options, state, layout, memory)
 
     def flops(self, length: float, keys: float = 0) -> float:
         """FLOPs a token of a training step's products, three times those of the forward pass.
@@ -254,8 +244,12 @@ class Block(nn.Module):
         keys: the length of what is crossed to. What makes its keys and values is not counted.
         """
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        seen = length / 2 if self.attention.causal else length
+        seen = length / 2 if self.options.causal else length
         return 6 * (products + 2 * self.attention.out.in_features * (seen + keys))
+
+
+def affine(module: nn.Linear | nn.LayerNorm) -> Affine:
+    return module.weight, module.bias
 
 
 class Stack(nn.ModuleList):
