@@ -261,7 +261,7 @@ def _(dz: Tensor, ids: Tensor, size: int, dtype: torch.dtype, *arguments: Any) -
     _check_range("ids", ids, size)
     if not native.takes(dz):
         return _composite_wgrad(dz, ids, size, dtype, *arguments)
-    total = dz.new_empty(size, dz.shape[-1], dtype=dtype)
+    total = native.with_huge_pages(dz.new_empty(size, dz.shape[-1], dtype=dtype))
     native.embedding_wgrad(False, total, dz, ids, *arguments)
     return total
 
