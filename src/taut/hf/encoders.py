@@ -30,7 +30,7 @@ def head_rows(labels: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """The packed rows that carry a label, and their labels."""
     packed = packing.pack(labels)
     if packing.rows is not None and int((labels != -100).sum()) != int((packed != -100).sum()):
-        raise Left("labels on padding")
+        raise Left("labels on padding", is_whole=True)
     rows = (packed != -100).nonzero().squeeze(1)
     return rows, packed[rows]
 
@@ -115,7 +115,12 @@ class Headed(Swapped):
 
     def check_call(self, call: Call) -> None:
         super().check_call(call)
-        if call.get("labels") is None or not self.training:
+        labels, mask = call.get("labels"), call.get("attention_mask")
+        if labels is None or not self.training:
+            if labels is not None and mask is not None and mask.shape == labels.shape:
+                on_padding = labels.masked_fill(mask != 0, -100)
+                if bool((on_padding != -100).any()):
+                    raise Left("labels on padding", is_whole=True)
             raise Left("logits are wanted, and no loss", is_expected=True)
         check_hooks(self.base_model)
         if not isinstance(self.base_model, Swapped):

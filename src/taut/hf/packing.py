@@ -10,11 +10,14 @@ from taut.nn.blocks import Layout
 
 
 class Left(Exception):
-    """Why a call is left to transformers. `is_expected`: no news to whoever called."""
+    """Why a call is left to transformers.
 
-    def __init__(self, reason: str, *, is_expected: bool = False) -> None:
+    is_expected: no news to whoever called. is_whole: what is below must be left too.
+    """
+
+    def __init__(self, reason: str, *, is_expected: bool = False, is_whole: bool = False) -> None:
         super().__init__(reason)
-        self.is_expected = is_expected
+        self.is_expected, self.is_whole = is_expected, is_whole
 
 
 @dataclass(frozen=True)

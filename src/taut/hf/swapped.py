@@ -96,21 +96,24 @@ def run_stack(
 
 
 @torch.compiler.disable  # shapes are data here, and a compiler would gain nothing on the kernels
-def _attempt(model: Swapped, original: Any, args: tuple[Any, ...], kwargs: Call) -> Any:
-    """The packed forward pass, or None where it is left to transformers; said once a reason."""
+def _attempt(model: Any, original: Any, args: tuple[Any, ...], kwargs: Call) -> tuple[Any, bool]:
+    """The packed forward pass, or None where it is left to transformers, which is said once a
+    reason, and whether the model below is left too."""
+    if model.__dict__.get("_taut_off"):
+        return None, False
     call = dict(signature(original).bind(model, *args, **kwargs).arguments)
     call.pop("self")
     call |= call.pop("kwargs", {})
     try:
         model.check_call(call)
-        return model.packed(call)
+        return model.packed(call), False
     except Left as left:
         said = model.__dict__.setdefault("_taut_said", set())
         if str(left) not in said:
             said.add(str(left))
             level = logging.INFO if left.is_expected else logging.WARNING
             log.log(level, "%s runs as transformers has it: %s", type(model).__name__, left)
-        return None
+        return None, left.is_whole
 
 
 _MADE: dict[tuple[type, type], type[Swapped]] = {}
@@ -123,8 +126,16 @@ def swapped_class(mixin: type[Swapped], cls: Any) -> type[Swapped]:
 
     @wraps(cls.forward)  # its signature tells Trainer which columns to keep
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = _attempt(self, cls.forward, args, kwargs)
-        return cls.forward(self, *args, **kwargs) if output is None else output
+        output, is_whole = _attempt(self, cls.forward, args, kwargs)
+        if output is not None:
+            return output
+        if not is_whole:
+            return cls.forward(self, *args, **kwargs)
+        self.base_model._taut_off = True
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            del self.base_model._taut_off
 
     members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     _MADE[mixin, cls] = type(cls.__name__, (mixin, cls), members)
