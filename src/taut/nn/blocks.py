@@ -214,12 +214,12 @@ class Block(nn.Module):
         super().__init__()
         self.options = options
         self.attention = SelfAttention(width)
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width, options.eps)
         if crosses:
             self.cross = CrossAttention(width)
-            self.cross_norm = nn.LayerNorm(width)
+            self.cross_norm = nn.LayerNorm(width, options.eps)
         self.mlp = Mlp(width, inner, options.activation)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width, options.eps)
 
     def weights(self) -> Weights:
         cross = None
