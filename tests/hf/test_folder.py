@@ -119,7 +119,7 @@ def test_a_new_head_is_drawn_and_said(folder):
     ):
         model = taut.load(source, head="sequence", num_labels=5, dropout=0.3)
     assert model.classifier.weight.shape == (5, 48)
-    assert model.config.dropout == 0.3
+    assert model.config.dropout == model.config.attention_dropout == 0.3
     batch = taut.PackedBatch.from_sequences([[3, 4, 5]], [[2, -100, -100]])
     assert model(batch).mean.isfinite()
 

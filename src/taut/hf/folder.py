@@ -52,7 +52,9 @@ def load(folder: str | os.PathLike[str], **fields: Any) -> Model:
     family = _family(theirs)
     files = _weight_files(path)
     source = Source(theirs["model_type"], theirs, _config(family, theirs, set(files)))
-    _refuse_unknown(family, fields)
+    known = _refuse_unknown(family, fields)
+    if "dropout" in fields:  # it sets all that are not given beside it
+        fields = {x: None for x in ("attention_dropout", "head_dropout") if x in known} | fields
     with torch.random.fork_rng(devices=[]):
         model = family.model(replace(source.read, **fields))
     entries = list(family.entries(model.config))
@@ -147,12 +149,13 @@ def _family(theirs: dict[str, Any]) -> Family:
     return family
 
 
-def _refuse_unknown(family: Family, fields: dict[str, Any]) -> None:
-    known = family.config.__dataclass_fields__
-    for name in fields.keys() - known.keys():
-        raise ValueError(
-            f"load: {family.config.__name__} has no field {name!r}, only {', '.join(known)}"
-        )
+def _refuse_unknown(family: Family, fields: dict[str, Any]) -> set[str]:
+    """The fields of our config."""
+    known = set(family.config.__dataclass_fields__)
+    for name in fields.keys() - known:
+        listed = ", ".join(sorted(known))
+        raise ValueError(f"load: {family.config.__name__} has no field {name!r}, only {listed}")
+    return known
 
 
 def _config(family: Family, theirs: dict[str, Any], names: set[str]) -> Any:

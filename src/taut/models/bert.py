@@ -52,7 +52,7 @@ class BertConfig(BlockConfig):
             "vocab_size": 50265,
             "max_positions": 514,
             "position_offset": 2,
-            "num_types": 0,
+            "num_types": 1,
             "pad_id": 1,
             "norm_eps": 1e-5,
             "mlm_activation": "gelu",
