@@ -244,7 +244,7 @@ def judge(
     peer = min(peers, key=lambda step: best[step])
     report.note(
         f"{case}: against the fastest",
-        peer=peer,
+        variant=peer,
         times_as_long=round(best[peer] / best["taut"], 3),
         target=fastest,
         met=best[peer] / best["taut"] >= fastest,
