@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import models, nn, ops
+from . import models, nn, ops, optim
 from .packed import PackedBatch
 
 if TYPE_CHECKING:
     from .hf import accelerate, load, restore, save
 
 __version__ = "0.1.0"
-__all__ = ["PackedBatch", "accelerate", "load", "models", "nn", "ops", "restore", "save"]
+__all__ = ["PackedBatch", "accelerate", "load", "models", "nn", "ops", "optim", "restore", "save"]
 _OF_HF = {"accelerate", "load", "restore", "save"}
 
 

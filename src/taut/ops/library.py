@@ -120,6 +120,17 @@ class CrossEntropy(Structure):  # csrc/cross_entropy.cpp
     )
 
 
+class Step(Structure):  # csrc/optimizer.cpp
+    _fields_ = (
+        ("tensors", c_int64),
+        *((name, c_void_p) for name in ("sizes", "weights", "lows", "grads", "first", "second")),
+        ("decays", c_void_p),
+        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps")),
+        *((name, c_double) for name in ("correction1", "correction2", "grad_scale")),
+        *((name, c_int32) for name in ("kind", "is_nesterov", "is_first")),
+    )
+
+
 _SIGNATURES = {
     "taut_cross_entropy": (c_int32, POINTER(CrossEntropy)),
     "taut_accumulate": (c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_int32),
@@ -140,6 +151,8 @@ _SIGNATURES = {
     "taut_softmax_fwd": (c_int32, POINTER(Softmax), POINTER(Dropout)),
     "taut_softmax_bwd": (c_int32, POINTER(Softmax), POINTER(Dropout)),
     "taut_num_threads": (),
+    "taut_optimizer_step": (c_int32, c_int32, POINTER(Step)),
+    "taut_sum_of_squares": (c_int32, c_int64, c_void_p, c_void_p, c_void_p),
     "taut_column_sum": (c_int32, c_int64, c_int64, c_void_p, c_void_p),
 }
 

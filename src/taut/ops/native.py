@@ -6,7 +6,7 @@ op runs on its composite; `taut info` says which and why.
 
 import logging
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_double, c_float, c_int64, c_void_p, cast
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .library import (
     NormBwd,
     NormFwd,
     Softmax,
+    Step,
     TableGrad,
     load,
 )
@@ -458,3 +459,46 @@ def products(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     assert b.is_cpu, b.device
     operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride())
     library.taut_products(*out.shape, a.shape[2], *operands, _pointer(out), scale)
+
+
+def _pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
+    return (c_void_p * len(tensors))(*(_pointer(t, dtype) for t in tensors))
+
+
+def _sizes(tensors: Sequence[Tensor]) -> Any:
+    return (c_int64 * len(tensors))(*(t.numel() for t in tensors))
+
+
+def optimizer_step(
+    weights: Sequence[Tensor],
+    lows: Sequence[Tensor] | None,
+    grads: Sequence[Tensor],
+    first: Sequence[Tensor] | None,
+    second: Sequence[Tensor] | None,
+    decays: Sequence[float],
+    *numbers: float,  # in the order of Step
+) -> None:
+    assert library is not None
+    dtype, grad_dtype = weights[0].dtype, grads[0].dtype
+    for others in (lows, grads, first, second):
+        assert others is None or [t.numel() for t in others] == [t.numel() for t in weights]
+    arrays = (
+        _sizes(weights),
+        _pointers(weights, dtype),
+        None if lows is None else _pointers(lows, torch.int16),
+        _pointers(grads, grad_dtype),
+        None if first is None else _pointers(first, torch.float32),
+        None if second is None else _pointers(second, torch.float32),
+        (c_float * len(decays))(*decays),
+    )
+    a = Step(len(weights), *(None if x is None else cast(x, c_void_p) for x in arrays), *numbers)
+    library.taut_optimizer_step(_DTYPES[dtype], _DTYPES[grad_dtype], byref(a))
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> float:
+    """Of gradients of one dtype, in blocks of fp32 that are summed in double."""
+    assert library is not None
+    total, dtype = c_double(), grads[0].dtype
+    arrays = _sizes(grads), _pointers(grads, dtype)
+    library.taut_sum_of_squares(_DTYPES[dtype], len(grads), *arrays, byref(total))
+    return total.value
