@@ -14,7 +14,7 @@ BENCHES = $(basename $(notdir $(wildcard benchmarks/bench_$(ONLY).py)))
 # as everybody's pip does, in an environment of its own.
 INSTALL := install --no-build-isolation
 
-.PHONY: help setup test lint types bench wheel gpu clean
+.PHONY: help setup train test lint types bench wheel gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -50,6 +50,9 @@ $(COMPOSITE)/.installed: $(VENV)/.installed $(SOURCES)
 	  > "$$(echo $(COMPOSITE)/lib/python3*/site-packages)/main.pth"
 	@CC=/nonexistent CXX=/nonexistent $(PIP) --python $(COMPOSITE)/bin/python $(INSTALL) --no-deps .
 	@touch $@
+
+train: $(VENV)/.installed  ## train a small BERT on the documentation of Python itself: 3 minutes
+	@$(VENV)/bin/taut train train.out=runs/stdlib-docs
 
 test: $(VENV)/.installed $(COMPOSITE)/.installed  ## all tests; those of the ops again without native kernels
 	@echo "[test] all tests"

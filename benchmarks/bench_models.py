@@ -2,9 +2,9 @@
 
 python -m benchmarks.bench_models [bert gpt2 transformer vit]
 
-Every variant keeps fp32 weights: taut as bf16 weights and 16 bits more, peers and taut.accelerate as
-they are, with torch's fused AdamW. taut computes in bf16; peers compute in fp32, in fp32 with GEMMs
-in bf16, or under autocast to bf16. The floor is the matrix products alone.
+Every variant keeps fp32 weights: taut as bf16 and 16 bits more, peers and taut.accelerate as they
+are, with torch's fused AdamW. taut computes in bf16; peers compute in fp32, in fp32 with GEMMs in
+bf16, or under autocast to bf16. The floor is the matrix products alone.
 """
 
 import argparse

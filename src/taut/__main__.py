@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from taut.cli import info
+from taut.cli import info, report, train
 
-COMMANDS = {"info": info}
+COMMANDS = {"train": train, "report": report, "info": info}
 
 
 def main(arguments: list[str] | None = None) -> int:

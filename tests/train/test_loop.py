@@ -1,0 +1,146 @@
+"""A small run from a file of texts to a model and a report."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+
+import taut
+from taut.config import read_config
+from taut.train import Run, write_report
+
+WORDS = [
+    "cat",
+    "sat",
+    "on",
+    "mat",
+    "and",
+    "dog",
+    "ate",
+    "all",
+    "of",
+    "food",
+    "while",
+    "it",
+    "rained",
+]
+
+
+class Quiet:
+    def __init__(self):
+        self.steps, self.evaluations = [], []
+
+    def stage(self, name, count):
+        pass
+
+    def step(self, step, steps, metrics):
+        self.steps.append((step, metrics))
+
+    def evaluation(self, step, metrics):
+        self.evaluations.append((step, metrics))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    lines = [" ".join(WORDS[i % 5 : i % 5 + 4 + i % 9]) for i in range(200)]
+    path.write_text("\n\n".join(lines))
+    return path
+
+
+def config(texts, out, *settings):
+    small = [
+        f"data.source={texts}",
+        f"train.out={out}",
+        "data.vocab_size=300",
+        "data.longest=16",
+        "data.held_out=0.1",
+        "model.hidden_size=32",
+        "model.num_layers=2",
+        "model.num_heads=2",
+        "optim.warmup_steps=5",
+        "train.steps=40",
+        "train.budget_tokens=256",
+        "train.eval_every=20",
+        "train.dtype=float32",
+    ]
+    return read_config(None, [*small, *settings])
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_learns_and_leaves_a_model(kind, texts, tmp_path):
+    display = Quiet()
+    run = Run(config(texts, tmp_path / "run", f"model.kind={kind}", "optim.lr=0.01"), display)
+    run.train()
+    rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    train, held = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    assert [row["step"] for row in train] == [10, 20, 30, 40]
+    assert [row["step"] for row in held] == [20, 40] == [step for step, _ in display.evaluations]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert all(0 < row["padding_avoided"] < 1 for row in train)
+    assert read_config(run.out / "config.toml") == run.config
+    loaded = taut.load(run.out / "model")
+    want = dict(run.model.named_parameters())
+    assert all(p.equal(want[name]) for name, p in loaded.named_parameters())
+    name = {"bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}[kind]
+    getattr(transformers, name).from_pretrained(run.out / "model")
+    assert (run.out / "model" / "tokenizer.json").is_file()
+    page = write_report([run.out], tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 5
+    assert "http" not in page
+
+
+def test_a_run_repeats_bit_by_bit(texts, tmp_path):
+    models = []
+    for name in ("a", "b"):
+        run = Run(config(texts, tmp_path / name, "train.steps=6"), Quiet())
+        run.train()
+        models.append(list(run.model.parameters()))
+    assert all(p.equal(q) for p, q in zip(*models, strict=True))
+
+
+def test_rates_rise_and_fall(texts, tmp_path):
+    for schedule, half in (("linear", 0.5), ("cosine", 0.5), ("constant", 1.0)):
+        run = Run(config(texts, tmp_path / "r", f"optim.schedule={schedule}"), Quiet())
+        lr = run.config.optim.lr
+        assert run.rate(1) == pytest.approx(lr / 5)
+        assert run.rate(5) == lr
+        assert run.rate(5 + 35 // 2) == pytest.approx(lr * half, rel=0.05)
+        assert 0 < run.rate(40) <= lr
+
+
+def test_gradients_that_are_not_finite(texts, tmp_path):
+    for policy in ("raise", "skip"):
+        run = Run(config(texts, tmp_path / policy, f"train.non_finite={policy}"), Quiet())
+        batch = next(run.batches())
+        with torch.no_grad():
+            run.model.norm.weight[0] = math.inf
+        before = [p.detach().clone() for p in run.model.parameters()]
+        if policy == "raise":
+            with pytest.raises(ValueError, match="gradients of step 1 are not finite"):
+                run.step(1, batch)
+        else:
+            assert run.step(1, batch)["skipped"] == 1
+        assert all(p.equal(q) for p, q in zip(run.model.parameters(), before, strict=True))
+
+
+def test_an_interrupt_keeps_the_model(texts, tmp_path):
+    class Impatient(Quiet):
+        def step(self, step, steps, metrics):
+            raise KeyboardInterrupt
+
+    run = Run(config(texts, tmp_path / "run"), Impatient())
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert (run.out / "model" / "model.safetensors").is_file()
+
+
+def test_reports_compare_runs(texts, tmp_path):
+    for name in ("one", "two"):
+        Run(config(texts, tmp_path / name, "train.steps=10"), Quiet()).train()
+    page = write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "x.html").read_text()
+    assert page.count("<polyline") == 10
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
+        write_report([tmp_path / "three"], tmp_path / "y.html")
