@@ -52,7 +52,7 @@ $(COMPOSITE)/.installed: $(VENV)/.installed $(SOURCES)
 	@touch $@
 
 train: $(VENV)/.installed  ## train a small BERT on the documentation of Python itself: 3 minutes
-	@$(VENV)/bin/taut train train.out=runs/stdlib-docs
+	@$(VENV)/bin/taut train train.out=runs/stdlib-docs-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed $(COMPOSITE)/.installed  ## all tests; those of the ops again without native kernels
 	@echo "[test] all tests"

@@ -101,6 +101,15 @@ def test_a_run_repeats_bit_by_bit(texts, tmp_path):
     assert all(p.equal(q) for p, q in zip(*models, strict=True))
 
 
+def test_a_run_is_never_written_over(texts, tmp_path):
+    settings = config(texts, tmp_path / "run", "train.steps=1")
+    Run(settings, Quiet()).train()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds a run already: set train.out=another folder"):
+        Run(settings, Quiet())
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
 def test_rates_rise_and_fall(texts, tmp_path):
     for schedule, half in (("linear", 0.5), ("cosine", 0.5), ("constant", 1.0)):
         run = Run(config(texts, tmp_path / "r", f"optim.schedule={schedule}"), Quiet())

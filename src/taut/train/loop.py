@@ -42,6 +42,10 @@ class Run:
     def __init__(self, config: Config, display: Display) -> None:
         self.config, self.display = config, display
         self.out = Path(config.train.out)
+        if (self.out / "metrics.jsonl").exists():
+            raise ValueError(
+                f"train: {self.out} holds a run already: set train.out=another folder, or delete it"
+            )
         data = config.data
         self.corpus = build_corpus(
             data.folder or self.out.parent / "corpora" / Path(data.source).name,
