@@ -105,7 +105,7 @@ def test_a_run_is_never_written_over(texts, tmp_path):
     settings = config(texts, tmp_path / "run", "train.steps=1")
     Run(settings, Quiet()).train()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="holds a run already: set train.out=another folder"):
+    with pytest.raises(ValueError, match="holds a run already"):
         Run(settings, Quiet())
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
