@@ -561,3 +561,24 @@ def test_compiled_code_reads_a_batch_without_graph_breaks():
     batch = PackedBatch(**make_fields())
     compiled = torch.compile(sums, fullgraph=True, backend="eager")
     assert compiled(batch) == sums(PackedBatch(**make_fields()))
+
+
+def test_rows_with_a_target_starts_and_ends():
+    batch = PackedBatch.from_sequences(
+        [[], [1, 2, 3], [], [4], [5, 6], []], [[], [-100, 7, -100], [], [0], [-100, -100], []]
+    )
+    assert batch.target_rows.tolist() == [1, 3]
+    assert batch.starts.tolist() == [True, False, False, True, True, False]
+    assert batch.ends.tolist() == [False, False, True, True, False, True]
+    empty = PackedBatch.from_sequences([[], []])
+    assert empty.target_rows.shape == empty.starts.shape == empty.ends.shape == (0,)
+
+
+def test_rows_that_were_found_go_along_to_another_device():
+    """There a GPU would have to be waited for."""
+    batch = PackedBatch.from_sequences([[1, 2, 3]], [[-100, 7, -100]])
+    assert "_target_rows" not in batch.to("cpu").__dict__
+    rows = batch.target_rows
+    moved = batch.to("meta")
+    assert moved.target_rows.device.type == "meta"
+    assert moved.target_rows.shape == rows.shape

@@ -109,6 +109,17 @@ def test_dropout_draws_what_our_models_draw(name):
     assert abs(model(**batches.padded).loss - want) > 1e-4  # another seed, another mask
 
 
+@pytest.mark.parametrize("name", ["BertModel", "ViTModel"])
+def test_evaluation_drops_nothing(name):
+    model, swapped, batches = pair(
+        name, **dict.fromkeys(DROPOUT[theirs(name).config.model_type], 0.2)
+    )
+    want = model.eval()(**batches.padded).last_hidden_state[batches.mask]
+    state = torch.get_rng_state()
+    assert_close(swapped.eval()(**batches.padded).last_hidden_state[batches.mask], want, name)
+    assert torch.get_rng_state().equal(state)
+
+
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "MarianMTModel"])
 def test_restores_to_identity(name):
     model = theirs(name)
@@ -263,7 +274,10 @@ def test_a_causal_loss_does_not_cross_boundaries():
     model, swapped, batches = pair("GPT2LMHeadModel")
     rows = [row[m] for row, m in zip(batches.padded["input_ids"], batches.mask, strict=True)]
     given = transformers.DataCollatorWithFlattening()([{"input_ids": r.tolist()} for r in rows])
-    assert_close(swapped(**given).loss, model(**batches.padded).loss, "loss")
+    want = model(**batches.padded).loss
+    assert_close(swapped(**given).loss, want, "loss")
+    given["labels"] = given["input_ids"]  # which says nothing of boundaries
+    assert_close(swapped(**given).loss, want, "loss")
 
 
 def test_an_adapter_is_not_looked_through(caplog):

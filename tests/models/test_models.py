@@ -18,6 +18,8 @@ from taut.models import (
     generate,
     next_token_targets,
 )
+from taut.models.decoding import Search
+from taut.nn.blocks import Layout
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
 TEXT = SMALL | {"vocab_size": 50, "max_positions": 30}
@@ -83,8 +85,29 @@ def test_every_dropout_site_draws_for_itself():
         model = bert(**config | {name: 0.3})
         sums.append(model(batch, seed=1).sum)
     assert len({round(x.item(), 4) for x in [plain, *sums]}) == 4
-    sites = [block.options.first_site for block in bert().blocks]
-    assert sites == [1, 7]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "vit", "transformer"])
+def test_no_two_dropouts_share_a_site(kind, monkeypatch):
+    sites = []
+    monkeypatch.setattr(
+        Layout, "dropout", lambda self, p, site, keys=None: sites.append(site) if p else None
+    )
+    on = {"dropout": 0.1, "activation_dropout": 0.1}
+    if kind == "bert":
+        bert(**on, head="sequence", has_pooler_dropout=True)(
+            PackedBatch.from_sequences([[4, 5]], [[1, -100]])
+        )
+    elif kind == "gpt2":
+        Gpt2(Gpt2Config(**TEXT | on))(text_batch(3))
+    elif kind == "vit":
+        vit = Vit(VitConfig(**SMALL | on, image_size=32))
+        vit(vit.pack([torch.rand(3, 32, 32)], [1]))
+    else:
+        model = transformer(**on)
+        model(PackedBatch.from_sequences([[4, 5]]), model.target_batch([[6]]))
+    a_block = {"bert": 4, "gpt2": 4, "vit": 4, "transformer": 5}[kind]
+    assert len(sites) == len(set(sites)) > 2 * a_block
 
 
 @pytest.mark.parametrize("head", ["mlm", "token", "sequence", "pretraining"])
@@ -216,12 +239,13 @@ def test_mean_pooling_averages_the_patches():
 
 
 def transformer(**fields):
+    """With matrices so large and vectors so small that what it says changes from word to word."""
     small = SMALL | {"vocab_size": 30, "max_positions": 40, "dropout": 0.0}
     torch.manual_seed(0)
     model = Transformer(TransformerConfig(**small | fields))
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+            p.add_((1.0 if p.dim() > 1 else 0.1) * torch.randn_like(p))
     return model.eval()
 
 
@@ -254,6 +278,58 @@ def test_greedy_search_is_that_of_the_whole_decoder(style):
                 break
             text.append(word)
         assert found[i] == text
+
+
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_kept_keys_give_the_logits_of_all_tokens(style):
+    """Of hypotheses of random words, which change places on the way."""
+    model = transformer(**STYLES[style])
+    source = PackedBatch.from_sequences(rows(5, 1, 8, vocab=30))
+    search = Search(model, source, beams=2)
+    texts = torch.stack(rows(*[7] * 6, vocab=30))
+    for step in range(7):
+        if step == 4:
+            order = torch.tensor([1, 1, 3, 2, 4, 5])  # within a source sequence
+            search.take(order)
+            texts[:, :4] = texts[order, :4]
+        got = search.step(texts[:, step])
+        for i, row in enumerate(texts[:, : step + 1]):
+            want = model.predict(source.split(1)[i // 2], PackedBatch.from_sequences([row]))
+            torch.testing.assert_close(got[i], want[-1].log_softmax(-1), rtol=1e-3, atol=2e-4)
+
+
+def beam_reference(model, source, beams, max_tokens):
+    """Beam search that runs the whole decoder on each hypothesis at each step."""
+    going, ended = [(0.0, [])], []
+    for _ in range(max_tokens):
+        follows = []
+        for score, text in going:
+            logits = model.predict(source, model.target_batch([text]))[-1].log_softmax(-1)
+            follows += [(score + logits[w].item(), [*text, w]) for w in range(len(logits))]
+        follows.sort(key=lambda entry: -entry[0])
+        going = []
+        for rank, (score, text) in enumerate(follows[: 2 * beams]):
+            if text[-1] != model.config.end_id:
+                going.append((score, text))
+            elif rank < beams:
+                ended.append((score / len(text), text[:-1]))
+        going = going[:beams]
+        if len(ended) >= beams:
+            break
+    if len(ended) < beams:
+        ended += [(score / len(text), text) for score, text in going]
+    return max(ended)[1]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_beam_search_is_that_of_the_whole_decoder(style):
+    """Hypotheses change places, and what is kept of each goes with it."""
+    model = transformer(**STYLES[style])
+    source = PackedBatch.from_sequences(rows(5, 1, 8, vocab=30))
+    found = generate(model, source, beams=4, max_tokens=7)
+    for i, piece in enumerate(source.split(1)):
+        assert found[i] == beam_reference(model, piece, 4, 7)
 
 
 @pytest.mark.parametrize("style", ["post-norm", "pre-norm"])

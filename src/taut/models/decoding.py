@@ -36,7 +36,7 @@ class _Past:
         self.k, self.v = self.k[rows], self.v[rows]
 
 
-class _Search:
+class Search:
     """The decoder over as many hypotheses a source sequence, of which all are of one length."""
 
     def __init__(self, model: Transformer, source: PackedBatch, beams: int) -> None:
@@ -110,7 +110,7 @@ def generate(
             f"generate: beams and max_tokens must be at least 1; got {beams} and {max_tokens}"
         )
     config, count, device = model.config, source.num_sequences, source.tokens.device
-    search = _Search(model, source, beams)
+    search = Search(model, source, beams)
     scores = torch.full((count, beams), -torch.inf, device=device)
     scores[:, 0] = 0  # all beams are one at the start
     texts: list[list[list[int]]] = [[[] for _ in range(beams)] for _ in range(count)]

@@ -170,7 +170,6 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the texts that are held out."""
-        self.model.eval()
         total = count = right = 0.0
         lengths = self.corpus.lengths[self.held_out].tolist()
         budget = min(self.config.train.budget_tokens, 4096)  # whose logits exist here
@@ -183,7 +182,6 @@ class Run:
             total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
             right += (logits.argmax(-1) == targets).sum().item()
             count += len(targets)
-        self.model.train()
         return {"loss": total / max(count, 1), "accuracy": right / max(count, 1)}
 
     def record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
