@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -36,14 +38,15 @@ class OptimConfig:
     weight_decay: float = 0.01
     max_norm: float = 1.0
     warmup_steps: int = 60
-    schedule: str = "linear"  # linear, cosine, constant
+    schedule: str = "linear"  # behind the warm-up: linear, cosine, constant, wsd, inverse_sqrt
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     out: str = "runs/default"
     steps: int = 600
-    budget_tokens: int = 8192  # of a step
+    budget_tokens: int = 8192  # of a batch
+    accumulate: int = 1  # batches of a step
     seed: int = 0
     dtype: str = "auto"  # auto, float32, bfloat16
     log_every: int = 10
@@ -64,7 +67,7 @@ class Config:
         _choose("data.policy", self.data.policy, "raise", "skip")
         _choose("model.kind", self.model.kind, "bert", "gpt2")
         _choose("optim.kind", self.optim.kind, "adamw", "lamb")
-        _choose("optim.schedule", self.optim.schedule, "linear", "cosine", "constant")
+        _choose("optim.schedule", self.optim.schedule, *SCHEDULES)
         _choose("train.dtype", self.train.dtype, "auto", "float32", "bfloat16")
         _choose("train.non_finite", self.train.non_finite, "raise", "skip")
         for section in ("data", "model", "optim", "train"):

@@ -101,6 +101,22 @@ def test_a_run_repeats_bit_by_bit(texts, tmp_path):
     assert all(p.equal(q) for p, q in zip(*models, strict=True))
 
 
+def test_accumulated_batches_are_one(texts, tmp_path):
+    """Unequal batches weigh by their targets: the step is that of all in one batch."""
+    settings = config(texts, tmp_path / "run", "optim.kind=adamw", "model.dropout=0.1")
+    whole, cut = Run(settings, Quiet()), Run(settings, Quiet())
+    samples = [int(i) for i in whole.trained[:12]]
+    parts = [samples[:1], samples[1:4], samples[4:]]
+    one = whole.step(1, [whole.make_batch(samples, 0)])
+    many = cut.step(1, [cut.make_batch(part, 0) for part in parts])
+    assert many["targets"] == one["targets"]
+    assert many["loss_sum"] == pytest.approx(one["loss_sum"], rel=1e-5)
+    assert many["norm"] == pytest.approx(one["norm"], rel=1e-4)
+    for p, q in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        moments = [run.optimizer.state[x]["exp_avg"] for run, x in ((whole, p), (cut, q))]
+        torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-7)
+
+
 def test_a_run_is_never_written_over(texts, tmp_path):
     settings = config(texts, tmp_path / "run", "train.steps=1")
     Run(settings, Quiet()).train()
@@ -111,7 +127,8 @@ def test_a_run_is_never_written_over(texts, tmp_path):
 
 
 def test_rates_rise_and_fall(texts, tmp_path):
-    for schedule, half in (("linear", 0.5), ("cosine", 0.5), ("constant", 1.0)):
+    halves = {"linear": 0.5, "cosine": 0.5, "constant": 1.0, "wsd": 1.0, "inverse_sqrt": 0.477}
+    for schedule, half in halves.items():
         run = Run(config(texts, tmp_path / "r", f"optim.schedule={schedule}"), Quiet())
         lr = run.config.optim.lr
         assert run.rate(1) == pytest.approx(lr / 5)
@@ -129,9 +146,9 @@ def test_gradients_that_are_not_finite(texts, tmp_path):
         before = [p.detach().clone() for p in run.model.parameters()]
         if policy == "raise":
             with pytest.raises(ValueError, match="gradients of step 1 are not finite"):
-                run.step(1, batch)
+                run.step(1, [batch])
         else:
-            assert run.step(1, batch)["skipped"] == 1
+            assert run.step(1, [batch])["skipped"] == 1
         assert all(p.equal(q) for p, q in zip(run.model.parameters(), before, strict=True))
 
 

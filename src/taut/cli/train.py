@@ -77,8 +77,9 @@ class Display:
             f"{run.corpus.vocab_size:,} words, longest {int(lengths.max())}",
             f"model   {config.model.kind}, {count / 1e6:.1f} M parameters, "
             f"{str(run.dtype).removeprefix('torch.')}",
-            f"train   {config.train.steps} steps of {config.train.budget_tokens:,} tokens, "
-            f"{steps} an epoch; into {Path(config.train.out)}",
+            f"train   {config.train.steps} steps of "
+            f"{config.train.budget_tokens * config.train.accumulate:,} tokens, "
+            f"{max(steps // config.train.accumulate, 1)} an epoch; into {Path(config.train.out)}",
         ):
             self.say(line)
 

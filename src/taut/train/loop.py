@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,8 +84,9 @@ class Run:
         start = time.perf_counter()
         window: list[dict[str, float]] = []
         try:
-            for step, batch in zip(range(1, config.steps + 1), self.batches(), strict=False):
-                window.append(self.step(step, batch))
+            batches = self.batches()
+            for step in range(1, config.steps + 1):
+                window.append(self.step(step, list(islice(batches, config.accumulate))))
                 if step % config.log_every == 0 or step == config.steps:
                     metrics = _summary(window)
                     window = []
@@ -97,14 +99,21 @@ class Run:
         finally:
             self.keep()
 
-    def step(self, step: int, batch: PackedBatch) -> dict[str, float]:
-        """Forward, backward, update; what is known of the step afterwards."""
+    def step(self, step: int, batches: list[PackedBatch]) -> dict[str, float]:
+        """Forward and backward of each batch, update; what is known of the step afterwards.
+
+        The loss is the sum over all targets of the step by their number, however they are cut.
+        """
         start = time.perf_counter()
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.model(batch, seed=self.config.train.seed, step=step)
-        loss.mean.backward()
+        targets = sum(len(batch.target_rows) for batch in batches)
+        losses = []
+        for batch in batches:
+            loss = self.model(batch, seed=self.config.train.seed, step=step).sum
+            (loss / max(targets, 1)).backward()
+            losses.append(loss.item())
         skipped = self.optimizer.skipped
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -114,10 +123,10 @@ class Run:
                 "train.non_finite=skip"
             )
         return {
-            "loss_sum": loss.sum.item(),
-            "targets": loss.count.item(),
-            "tokens": batch.num_tokens,
-            "padded": batch.num_sequences * batch.max_seqlen,
+            "loss_sum": sum(losses),
+            "targets": targets,
+            "tokens": sum(batch.num_tokens for batch in batches),
+            "padded": sum(batch.num_sequences * batch.max_seqlen for batch in batches),
             "step_seconds": time.perf_counter() - start,
             "lr": rate,
             "norm": self.optimizer.norm,
@@ -134,6 +143,8 @@ class Run:
             "constant": 1.0,
             "linear": 1.0 - part,
             "cosine": 0.5 + 0.5 * math.cos(math.pi * part),
+            "wsd": min(1.0, 5 * (1.0 - part)),  # warm-up, stable, the last fifth down
+            "inverse_sqrt": math.sqrt(max(optim.warmup_steps, 1) / step),
         }
         return optim.lr * max(falls[optim.schedule], 0.01)
 
