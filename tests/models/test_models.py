@@ -257,12 +257,6 @@ STYLES = {
 }
 
 
-def log_probability(model, source, text):
-    target = model.target_batch([text])
-    logits = model.predict(source, target).log_softmax(-1)
-    return logits.gather(1, target.targets[:, None]).sum().item()
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_greedy_search_is_that_of_the_whole_decoder(style):
     """A token a step with kept keys gives what the decoder over all tokens gives."""
@@ -284,7 +278,7 @@ def test_greedy_search_is_that_of_the_whole_decoder(style):
 @torch.no_grad()
 def test_kept_keys_give_the_logits_of_all_tokens(style):
     """Of hypotheses of random words, which change places on the way."""
-    model = transformer(**STYLES[style])
+    model = transformer(**STYLES[style]).double()
     source = PackedBatch.from_sequences(rows(5, 1, 8, vocab=30))
     search = Search(model, source, beams=2)
     texts = torch.stack(rows(*[7] * 6, vocab=30))
@@ -296,7 +290,7 @@ def test_kept_keys_give_the_logits_of_all_tokens(style):
         got = search.step(texts[:, step])
         for i, row in enumerate(texts[:, : step + 1]):
             want = model.predict(source.split(1)[i // 2], PackedBatch.from_sequences([row]))
-            torch.testing.assert_close(got[i], want[-1].log_softmax(-1), rtol=1e-3, atol=2e-4)
+            torch.testing.assert_close(got[i], want[-1].float().log_softmax(-1))
 
 
 def beam_reference(model, source, beams, max_tokens):
@@ -330,27 +324,6 @@ def test_beam_search_is_that_of_the_whole_decoder(style):
     found = generate(model, source, beams=4, max_tokens=7)
     for i, piece in enumerate(source.split(1)):
         assert found[i] == beam_reference(model, piece, 4, 7)
-
-
-@pytest.mark.parametrize("style", ["post-norm", "pre-norm"])
-def test_a_beam_of_all_words_finds_the_best_text(style):
-    """Of two words and an end there are few texts of up to three: each is scored."""
-    model = transformer(**STYLES[style], vocab_size=5, start_id=2, end_id=2, pad_id=1)
-    source = PackedBatch.from_sequences([[3, 4], [4, 4, 3]])
-    texts = [[]]
-    for _ in range(2):
-        texts += [[*t, w] for t in texts for w in (0, 1, 3, 4) if [*t, w] not in texts]
-    found = generate(model, source, beams=25, max_tokens=3, length_penalty=0.0)
-    for i, piece in enumerate(source.split(1)):
-        scores = {tuple(t): log_probability(model, piece, t) for t in texts}
-        # texts cut at three words compete too
-        assert log_probability(model, piece, found[i]) >= max(scores.values()) - 1e-4 or (
-            len(found[i]) == 3
-        )
-        greedy = generate(model, piece, beams=1, max_tokens=3, length_penalty=0.0)[0]
-        best_of_wide = log_probability(model, piece, found[i])
-        if len(found[i]) < 3 and len(greedy) < 3:
-            assert best_of_wide >= log_probability(model, piece, greedy) - 1e-5
 
 
 def test_generate_refuses_and_stops():
