@@ -128,16 +128,16 @@ def test_empty_sequences_and_absent_targets(head):
 
 def test_targets_of_sequences_stand_where_they_are_read():
     batch = PackedBatch.from_sequences(rows(3, 4), [[-100] * 3, [-100, 1, -100, -100]])
-    with pytest.raises(ValueError, match="stands at its first token; got one at row 4"):
+    with pytest.raises(ValueError, match="first token of a sequence; got one at row 4"):
         bert(head="sequence")(batch)
     model = Gpt2(Gpt2Config(**TEXT, head="sequence"))
-    with pytest.raises(ValueError, match="stands at its last token; got one at row 4"):
+    with pytest.raises(ValueError, match="last token of a sequence; got one at row 4"):
         model(batch)
     images = torch.rand(2, 3, 32, 32)
     vit = Vit(VitConfig(**SMALL, image_size=32, num_labels=3))
     packed = vit.pack(list(images))
     packed.targets[2] = 1
-    with pytest.raises(ValueError, match="stands at its first row; got one at row 2"):
+    with pytest.raises(ValueError, match="first row of an image; got one at row 2"):
         vit(PackedBatch(**{k: getattr(packed, k) for k in packed.__dataclass_fields__}))
 
 

@@ -140,12 +140,20 @@ class Model(nn.Module):
         """Parameters; shared ones once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, length: float, targets: float = 1.0) -> float:
-        """FLOPs of the matrix products of a training step, for each token of sequences of `length`.
 
-        `targets`: the fraction of tokens that carry a target, which alone pay for the head.
-        """
-        raise NotImplementedError
+def pooled(x: Tensor, rows: Tensor, batch: PackedBatch) -> Tensor:
+    """A row of x for each sequence; zeros for one without tokens."""
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the row after the last is empty
+    return padded[torch.where(batch.lengths > 0, rows.long(), len(x))]
+
+
+def require_targets_at(name: str, place: str, rows: Tensor, is_right: Tensor) -> None:
+    """Refuse a target that no head reads. On a GPU, which would be waited for, nothing is read."""
+    if rows.device.type == "cpu" and not is_right.all():
+        raise ValueError(
+            f"{name}: a target stands at the {place}; got one at row {int(rows[~is_right][0])} of "
+            "the batch, inside of a sequence"
+        )
 
 
 def head_loss(

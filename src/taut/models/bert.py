@@ -21,7 +21,7 @@ from taut.nn.blocks import SITES, Layout, State
 from taut.ops.mlp import activate
 from taut.packed import PackedBatch
 
-from .base import BlockConfig, Model, head_loss
+from .base import BlockConfig, Model, head_loss, pooled, require_targets_at
 from .loss import Loss
 
 
@@ -161,11 +161,7 @@ class Bert(Model):
                 self._label_loss(x, rows[is_first], batch, layout),
             )
             return Loss(*map(torch.stack, zip(*losses, strict=True)))
-        if rows.device.type == "cpu" and not is_first.all():
-            raise ValueError(
-                "Bert: the target of a sequence stands at its first token; got one at row "
-                f"{int(rows[~is_first][0])} of the batch, inside of a sequence"
-            )
+        require_targets_at("Bert", "first token of a sequence", rows, is_first)
         return self._label_loss(x, rows, batch, layout)
 
     def _mlm_loss(self, x: Tensor, rows: Tensor, batch: PackedBatch) -> Loss:
@@ -190,9 +186,7 @@ class Bert(Model):
         if head == "mlm":
             return ops.linear(self.mlm(x), self.tokens.weight, self.mlm.bias)
         if head != "token":
-            padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the row after the last is empty
-            starts = batch.cu_seqlens[:-1].long()
-            first = padded[torch.where(batch.lengths > 0, starts, len(x))]
+            first = pooled(x, batch.cu_seqlens[:-1], batch)
         features = self._label_features(x if head == "token" else first, layout)
         labels = ops.linear(features, self.classifier.weight, self.classifier.bias)
         if head != "pretraining":

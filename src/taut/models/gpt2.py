@@ -17,7 +17,7 @@ from taut import ops
 from taut.nn.blocks import Layout, affine, first_norm
 from taut.packed import PackedBatch
 
-from .base import BlockConfig, Model, head_loss
+from .base import BlockConfig, Model, head_loss, pooled, require_targets_at
 from .loss import Loss
 
 
@@ -97,11 +97,7 @@ class Gpt2(Model):
         rows = batch.target_rows
         if self.config.head == "lm":
             return head_loss(x[rows], self.tokens.weight, batch.targets[rows])
-        if rows.device.type == "cpu" and not batch.ends[rows].all():
-            raise ValueError(
-                "Gpt2: the target of a sequence stands at its last token; got one at row "
-                f"{int(rows[~batch.ends[rows]][0])} of the batch, inside of a sequence"
-            )
+        require_targets_at("Gpt2", "last token of a sequence", rows, batch.ends[rows])
         return head_loss(x[rows], self.classifier.weight, batch.targets[rows])
 
     def predict(self, batch: PackedBatch) -> Tensor:
@@ -112,10 +108,7 @@ class Gpt2(Model):
         x = self._encode(batch, Layout.of(batch))
         if self.config.head == "lm":
             return ops.linear(x, self.tokens.weight)
-        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the row after the last is empty
-        ends = batch.cu_seqlens[1:].long() - 1
-        last = padded[torch.where(batch.lengths > 0, ends, len(x))]
-        return ops.linear(last, self.classifier.weight)
+        return ops.linear(pooled(x, batch.cu_seqlens[1:] - 1, batch), self.classifier.weight)
 
 
 def next_token_targets(batch: PackedBatch) -> PackedBatch:

@@ -19,7 +19,7 @@ from taut import ops
 from taut.nn.blocks import Layout, affine, first_norm
 from taut.packed import PackedBatch
 
-from .base import BlockConfig, Model, head_loss
+from .base import BlockConfig, Model, head_loss, pooled, require_targets_at
 from .loss import Loss
 
 
@@ -123,11 +123,7 @@ class Vit(Model):
             raise ValueError("Vit: without a head there is no loss; use encode")
         x = self.encode(batch, seed=seed, step=step)
         rows = batch.target_rows
-        if rows.device.type == "cpu" and not batch.starts[rows].all():
-            raise ValueError(
-                "Vit: the target of an image stands at its first row; got one at row "
-                f"{int(rows[~batch.starts[rows]][0])} of the batch, inside of an image"
-            )
+        require_targets_at("Vit", "first row of an image", rows, batch.starts[rows])
         if self.config.has_class_token:
             pooled = x[rows]
         else:
@@ -143,12 +139,10 @@ class Vit(Model):
             raise ValueError("Vit: without a head there are no logits; use encode")
         x = self._encode(batch, Layout.of(batch))
         if self.config.has_class_token:
-            padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the row after the last is empty
-            starts = batch.cu_seqlens[:-1].long()
-            pooled = padded[torch.where(batch.lengths > 0, starts, len(x))]
+            features = pooled(x, batch.cu_seqlens[:-1], batch)
         else:
-            pooled = self._mean(x, batch)
-        return ops.linear(pooled, self.classifier.weight, self.classifier.bias)
+            features = self._mean(x, batch)
+        return ops.linear(features, self.classifier.weight, self.classifier.bias)
 
     @staticmethod
     def _mean(x: Tensor, batch: PackedBatch) -> Tensor:
