@@ -102,16 +102,21 @@ def transformer_twin(model, source, target):
         places = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
         return weight[ids] * math.sqrt(WIDTH) + places
 
+    def run(stack, x, norm, kv=None):
+        is_pre_norm = model.config.is_pre_norm
+        x = (x, getattr(model, norm)(x)) if is_pre_norm else x
+        for i, p in enumerate(stack):
+            x = block(p, x, kv is not None, kv[2 * i : 2 * i + 2] if kv else None)
+        return x[1] if is_pre_norm else x
+
     for (src, _), (tgt, targets) in zip(sequences(source), sequences(target), strict=True):
-        x = embed(src)
-        for p in model.encoder:
-            x = block(p, x)
+        x = run(model.encoder, embed(src), "encoder_norm")
         kv = model.cross_kv(x).unflatten(-1, (2 * len(model.decoder), WIDTH)).unbind(1)
-        y = embed(tgt)
-        for i, p in enumerate(model.decoder):
-            y = block(p, y, True, kv[2 * i : 2 * i + 2])
+        y = run(model.decoder, embed(tgt), "decoder_norm", kv)
         logits = F.linear(y, weight)
-        total = total + F.cross_entropy(logits, targets, reduction="sum")
+        # PyTorch gives a target a share of what it takes from it, fairseq does not
+        eps = model.config.label_smoothing * len(weight) / (len(weight) - 1)
+        total = total + F.cross_entropy(logits, targets, reduction="sum", label_smoothing=eps)
     return total / (target.targets != -100).sum()
 
 
@@ -159,8 +164,10 @@ def vit_case(gen):
     return model, vit_twin, batch
 
 
-def transformer_case(gen):
-    model = Transformer(TransformerConfig(**SMALL, vocab_size=40, label_smoothing=0.0))
+def transformer_case(gen, **fields):
+    model = Transformer(
+        TransformerConfig(**SMALL | {"vocab_size": 40, "label_smoothing": 0.0} | fields)
+    )
 
     def batch():
         rows = text(gen, 40, [5, 9, 2])
@@ -169,7 +176,11 @@ def transformer_case(gen):
     return model, transformer_twin, batch
 
 
-@pytest.mark.parametrize("case", [bert_case, gpt2_case, vit_case, transformer_case])
+def pre_norm_case(gen):
+    return transformer_case(gen, is_pre_norm=True, activation="gelu", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("case", [bert_case, gpt2_case, vit_case, transformer_case, pre_norm_case])
 def test_loss_curve_is_that_of_plain_pytorch(case):
     gen = torch.Generator().manual_seed(0)
     model, twin_loss, make_batch = case(gen)

@@ -1,7 +1,7 @@
 """What Hugging Face's files call the fields and tensors of our models: a table for each family."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -198,9 +198,8 @@ def _roberta_fields(theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ROBERTA = Family(
-    model=Bert,
-    config=BertConfig,
+ROBERTA = replace(
+    BERT,
     base="roberta.",
     heads={
         "RobertaModel": {"head": "none", "has_pooler": True},
@@ -208,15 +207,12 @@ ROBERTA = Family(
         "RobertaForSequenceClassification": {"head": "sequence"},
         "RobertaForTokenClassification": {"head": "token"},
     },
-    fields=_BERT_FIELDS,
-    fixed=_BERT_FIXED,
     entries=_roberta,
     tied={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
     more_fields=_roberta_fields,
-    more_theirs=_bert_theirs,
 )
 
 
@@ -484,14 +480,9 @@ def _marian_theirs(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-MARIAN = Family(
-    model=Transformer,
-    config=TransformerConfig,
-    base="model.",
+MARIAN = replace(
+    BART,
     heads={"MarianMTModel": {"has_head_bias": True}, "MarianModel": {"has_head_bias": False}},
-    fields=_SEQ2SEQ_FIELDS,
-    fixed={"tie_word_embeddings": True},
-    entries=_seq2seq_entries,
     tied=BART.tied | {"lm_head.weight": "model.decoder.embed_tokens.weight"},
     more_fields=_marian_fields,
     more_theirs=_marian_theirs,

@@ -1,9 +1,10 @@
 """The class that takes the place of a model's: packed where it can be, the original elsewhere."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ Call = dict[str, Any]
 
 
 class Swapped:
-    """Mixed in front of the class of a model. `packed` is what a call of the model gives."""
+    """Mixed in front of the class of a model."""
 
     TAKES: frozenset[str]  # the arguments that `packed` computes with
     training: bool
     config: Any
 
+    @abstractmethod
     def packed(self, call: Call) -> Any:
-        raise NotImplementedError
+        """What a call of the model gives, or Left."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class has no name of its own
         return _unpickled, type(self).__bases__, self.__dict__
@@ -96,12 +98,14 @@ def run_stack(
 
 
 @torch.compiler.disable  # shapes are data here, and a compiler would gain nothing on the kernels
-def _attempt(model: Any, original: Any, args: tuple[Any, ...], kwargs: Call) -> tuple[Any, bool]:
+def _attempt(
+    model: Any, original: Signature, args: tuple[Any, ...], kwargs: Call
+) -> tuple[Any, bool]:
     """The packed forward pass, or None where it is left to transformers, which is said once a
     reason, and whether the model below is left too."""
     if model.__dict__.get("_taut_off"):
         return None, False
-    call = dict(signature(original).bind(model, *args, **kwargs).arguments)
+    call = dict(original.bind(model, *args, **kwargs).arguments)
     call.pop("self")
     call |= call.pop("kwargs", {})
     try:
@@ -124,9 +128,11 @@ def swapped_class(mixin: type[Swapped], cls: Any) -> type[Swapped]:
     if (mixin, cls) in _MADE:
         return _MADE[mixin, cls]
 
+    original = signature(cls.forward)
+
     @wraps(cls.forward)  # its signature tells Trainer which columns to keep
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output, is_whole = _attempt(self, cls.forward, args, kwargs)
+        output, is_whole = _attempt(self, original, args, kwargs)
         if output is not None:
             return output
         if not is_whole:
