@@ -12,6 +12,7 @@ from torch import nn
 
 import taut
 from taut.hf.swapped import Swapped
+from taut.nn.blocks import Layout
 from tests.models.twins import HEADS, TWINS, make_batches, ours, theirs
 
 TOLERANCE = 1e-5  # of the largest entry
@@ -97,8 +98,14 @@ def test_calls_in_training_run_packed(name, caplog):
     assert not [record.message for record in caplog.records if record.name == "taut"]
 
 
+def halves(drawn):
+    """Of two runs of as many dropouts."""
+    assert len(drawn) % 2 == 0
+    return drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+
+
 @pytest.mark.parametrize("name", WITH_LOSS)
-def test_dropout_draws_what_our_models_draw(name):
+def test_dropout_draws_what_our_models_draw(name, monkeypatch):
     """Padded through accelerate, packed through ours: the same masks, so the same gradients."""
     family = theirs(name).config.model_type
     fields = dict.fromkeys(DROPOUT[family], 0.2)
@@ -106,11 +113,26 @@ def test_dropout_draws_what_our_models_draw(name):
     twin = ours(model)
     batches = make_batches(name, model, twin)
     taut.accelerate(model)
+    drawn = []
+    plain = Layout.dropout
+    monkeypatch.setattr(
+        Layout, "dropout", lambda *args, **kw: drawn.append(plain(*args, **kw)) or drawn[-1]
+    )
     torch.manual_seed(5)
     loss = model(**batches.padded).loss
     torch.manual_seed(5)
     want = twin(*batches.packed).mean
     assert_close(loss, want, "loss")
+    # masks are a function of these coordinates alone: equal ones are equal masks, bit by bit
+    by_site = [{d.site: d for d in half if d} for half in halves(drawn)]
+    assert by_site[0].keys() == by_site[1].keys()
+    assert len(by_site[0]) > 8
+    for a, b in ((by_site[0][site], by_site[1][site]) for site in by_site[0]):
+        assert (a.p, a.seed, a.step) == (b.p, b.seed, b.step)
+        for name in ("sample_ids", "positions", "key_positions"):
+            one, other = getattr(a, name), getattr(b, name)
+            assert (one is None) == (other is None)
+            assert one is None or one.equal(other)
     torch.manual_seed(6)
     assert abs(model(**batches.padded).loss - want) > 1e-4  # another seed, another mask
 

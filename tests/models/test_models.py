@@ -340,10 +340,11 @@ def test_source_and_target_must_pair_up():
         model(PackedBatch.from_sequences(rows(3, 4, vocab=30)), model.target_batch(rows(3)))
 
 
-def test_16_bit_training_follows_32_bit():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_training_follows_32_bit(dtype):
     model, batch = bert(dropout=0.1), text_batch(12, 7, 20)
     loss, grads = losses_and_gradients(model, batch, seed=1)
-    model.bfloat16()
+    model.to(dtype)
     loss_16, grads_16 = losses_and_gradients(model, batch, seed=1)
     assert loss_16.sum.dtype == torch.float32
     assert loss_16.mean.item() == pytest.approx(loss.mean.item(), rel=0.02)

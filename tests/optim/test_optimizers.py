@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from taut.ops import native
-from taut.ops.optimizer import joined, split
 from taut.optim import SGD, Adam, AdamW, Lamb
 
 SIZES = [(1,), (3,), (5120,), (7001,), (7168,), (17, 33), (0,)]
@@ -111,37 +109,6 @@ def test_16_bit_weights_take_the_steps_of_32_bit_ones(kind, grad_dtype):
         bits = (p.detach().view(torch.int16).int() << 16) + low
         assert bits.equal(q.detach().view(torch.int32))
         assert (p.float() - q).abs().max() <= q.abs().max() * 2**-8
-
-
-def test_a_weight_and_its_low_are_the_fp32_number():
-    gen = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=gen).int()
-    wide = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, 1e-45, 3e38])])
-    wide = wide[wide.isfinite() & (wide.abs() < 3.38e38)]  # the next bf16 would be infinite
-    weight, low = split(wide)
-    assert joined(weight, low).view(torch.int32).equal(wide.view(torch.int32))
-    ulp = torch.maximum(wide.abs() * 2**-7, torch.tensor(2.0**-133))
-    assert ((weight.float() - wide).abs() <= ulp / 2).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [AdamW, Adam, Lamb, SGD])
-def test_plain_pytorch_takes_the_same_steps(kind, dtype, monkeypatch):
-    """Where there is no kernel, as on a GPU today."""
-    runs = []
-    for is_native in (True, False):
-        with monkeypatch.context() as patch:
-            if not is_native:
-                patch.setattr(native, "takes", lambda x: False)
-            params = parameters(dtype)
-            optimizer = kind(params, lr=0.01, weight_decay=0.1, max_norm=5.0)
-            for step in range(20):
-                set_gradients(params, step)
-                optimizer.step()
-            lows = [optimizer.state[p].get("remainder") for p in params]
-            runs.append([joined(p.detach(), low) for p, low in zip(params, lows, strict=True)])
-    for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_thousand_small_updates_are_not_lost():

@@ -49,7 +49,12 @@ def _gemm(device: str) -> tuple[str, str]:
     return "F.linear", "cuBLAS by way of PyTorch"
 
 
+def _optimizer(device: str) -> tuple[str, str]:
+    form, why = _kernels(device)
+    return (form, why) if device == "cpu" else ("composite", "it has no Triton kernel yet")
+
+
 def forms() -> list[Form]:
     """Every op on every device."""
-    found = {**dict.fromkeys(KERNEL_OPS, _kernels), "linear": _gemm}
+    found = {**dict.fromkeys(KERNEL_OPS, _kernels), "linear": _gemm, "optimizer": _optimizer}
     return [Form(op, device, *of(device)) for op, of in found.items() for device in ("cpu", "cuda")]
